@@ -1,0 +1,65 @@
+"""Files written whole or not at all, and JSON read with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import InputError
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets ``write`` fill a file beside ``path``, flushes it to the disk and renames it into place.
+
+    A reader sees the old file or the new one; a crash leaves the old one.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        write(Path(beside))
+        with open(beside, "rb") as written:
+            os.fsync(written.fileno())
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes a rename in ``directory`` survive a power failure."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON with sorted keys and full-precision floats; NaN and infinities are refused, since JSON has none."""
+    try:
+        text = json.dumps(value, sort_keys=True, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise InputError(f"a value that JSON cannot carry ({error})", where=path) from None
+    write_atomically(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """The value stored at ``path``.
+
+    Raises:
+        InputError: the file is missing, truncated or not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError("the file does not exist", where=path) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"the file is truncated or not JSON ({error})", where=path) from None

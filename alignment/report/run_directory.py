@@ -1,0 +1,72 @@
+"""``runs/<id>/``: everything one run of the suite leaves behind."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from alignment.errors import InputError
+from alignment.files import read_json, write_json
+from alignment.numerics.verdict import Verdict
+
+VERDICTS = "verdicts.json"
+PROVENANCE = "provenance.json"
+SCHEMA = 1
+
+
+def new_run_directory(root: Path, *, requested: Path | None = None) -> Path:
+    """A fresh directory for one run: ``root/<UTC time>-<4 hex digits>``, or ``requested`` where one was asked for.
+
+    Raises:
+        InputError: ``requested`` already holds a run.
+    """
+    if requested is not None:
+        if (requested / VERDICTS).exists():
+            raise InputError("the directory already holds a finished run", where=requested, next_step="name another --run-dir")
+        requested.mkdir(parents=True, exist_ok=True)
+        return requested
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    directory = root / f"{stamp}-{secrets.token_hex(2)}"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def write_verdicts(directory: Path, verdicts: Iterable[Verdict]) -> Path:
+    """Writes ``verdicts.json`` whole or not at all."""
+    path = directory / VERDICTS
+    write_json(path, {"schema": SCHEMA, "verdicts": [finite(v.to_dict()) for v in verdicts]})
+    return path
+
+
+def read_verdicts(directory: Path) -> list[Verdict]:
+    """The verdicts of a finished run.
+
+    Raises:
+        InputError: there is no finished run in ``directory``, or its file is of another schema.
+    """
+    path = directory / VERDICTS
+    data = read_json(path)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise InputError("verdicts of another schema", where=path, expected=f"schema {SCHEMA}", found=data.get("schema"))
+    return [Verdict.from_dict(_floats(v)) for v in data["verdicts"]]
+
+
+def finite(value):
+    """``value`` with NaN and the infinities spelled as strings, since JSON has none."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return repr(value)
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
+
+
+def _floats(verdict: dict) -> dict:
+    for measure in verdict["measures"]:
+        for key in ("value", "bound"):
+            if isinstance(measure[key], str):
+                measure[key] = float(measure[key])
+    return verdict

@@ -1,0 +1,82 @@
+"""The terminal says what, where, how far, against what, and what to do next."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict, exit_code
+from alignment.report.terminal import explain, headline, print_verdicts
+
+
+def verdict(outcome, check="attention/tiny", value=3.0, **kwargs):
+    kwargs.setdefault("reason", "the error is above its budget")
+    return Verdict(
+        check=check, layer="unit", stage="operator", subject="torch", device="cpu", outcome=outcome,
+        measures=(Measure(name="output relative L2", value=value, bound=2.0, origin="measured noise"),), **kwargs,
+    )
+
+
+def test_a_finding_says_everything():
+    text = explain(
+        verdict(
+            Outcome.FAIL,
+            where=Divergence(stage="actor_update", module="model.layers.0.self_attn", quantity="output"),
+            baseline="cpu/epyc attention/tiny of 2026-11-29",
+            next_command="alignment run --only unit",
+        )
+    )
+    assert "the error is above its budget" in text
+    assert "actor_update · model.layers.0.self_attn · output" in text
+    assert "output relative L2 = 3 , bound 2 (150 %)" in text
+    assert "measured noise" in text
+    assert "cpu/epyc attention/tiny of 2026-11-29" in text
+    assert "alignment run --only unit" in text
+
+
+def test_the_table_takes_the_gravest_outcome_of_a_row_and_lists_only_findings():
+    stream = io.StringIO()
+    rows = [verdict(Outcome.PASS, value=1.0), verdict(Outcome.FAIL, check="attention/yarn"),
+            verdict(Outcome.UNAVAILABLE, check="norm/x", reason="torch_npu is not installed")]
+    print_verdicts(Console(file=stream, width=140), rows)
+    text = stream.getvalue()
+    assert text.count("FAIL  attention/yarn") == 1
+    assert "FAIL  attention/tiny" not in text
+    assert "not run: torch: torch_npu is not installed" in text
+    assert "MISALIGNED: 1 fail, 1 unavailable, 1 pass" in text
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "word", "code"),
+    [
+        ([Outcome.PASS], "ALIGNED", 0),
+        ([Outcome.PASS, Outcome.UNAVAILABLE], "ALIGNED", 0),
+        ([Outcome.PASS, Outcome.INCONCLUSIVE], "NOT SHOWN TO BE ALIGNED", 1),
+        ([Outcome.PASS, Outcome.ERROR], "NOT CARRIED OUT", 2),
+        ([Outcome.ERROR, Outcome.FAIL], "MISALIGNED", 1),
+        ([Outcome.UNAVAILABLE], "NOT CARRIED OUT", 2),
+        ([], "NOT CARRIED OUT", 2),
+    ],
+)
+def test_the_headline_and_the_exit_code_agree(outcomes, word, code):
+    verdicts = [verdict(o) for o in outcomes]
+    assert headline(verdicts).startswith(word + ":")
+    assert exit_code(verdicts) == code
+
+
+def test_what_was_required_and_is_unavailable_is_an_error():
+    verdicts = [verdict(Outcome.PASS), verdict(Outcome.UNAVAILABLE)]
+    assert exit_code(verdicts, require=True) == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2.0000001])
+def test_nothing_outside_its_bound_is_within_it(value):
+    assert not Measure(name="x", value=value, bound=2.0).within
+
+
+def test_an_exact_bound_allows_nothing_and_a_verdict_survives_json():
+    assert Measure(name="x", value=0.0, bound=0.0).within
+    assert not Measure(name="x", value=5e-324, bound=0.0).within
+    found = verdict(Outcome.FAIL, where=Divergence(stage="rollout", module="m", quantity="q"))
+    assert Verdict.from_dict(found.to_dict()) == found
