@@ -1,0 +1,1 @@
+"""The golden DeepSeek/Moonlight-style model in plain PyTorch: the specification other implementations are judged by."""
