@@ -1,0 +1,746 @@
+"""The configuration of a training run, in verl's vocabulary and tree, as plain frozen dataclasses.
+
+``TrainConfig.from_dict`` builds and checks one from nested dictionaries and needs nothing but the standard library;
+:func:`load_config` reads YAML files or presets and dotted overrides (``actor_rollout_ref.actor.clip_ratio_high=0.28``).
+
+Where names or meanings differ from verl's:
+
+* ``null`` in a field documented as *inherits* is replaced when the configuration is built, as verl's ``oc.select`` does.
+* ``engine.train`` / ``engine.rollout`` and verl's ``actor.strategy`` / ``rollout.name`` are two names of one choice.
+* ``rollout.skip.{enable,dump_dir}`` are verl's ``skip_rollout`` and ``skip_dump_dir``.
+* ``reward_model.overlong_buffer`` is verl's ``reward_model.reward_kwargs.overlong_buffer_cfg``; its ``max_resp_len`` is
+  ``data.max_response_length``.
+* ``algorithm.filter_groups.{mode,reserve_size}``, ``trainer.{colocate,deterministic,seed,curve_gate}``, ``data.seed``
+  and ``model.dtype`` are ours.
+* ``ppo_mini_batch_size`` counts prompts, as in verl: a mini batch holds ``ppo_mini_batch_size · rollout.n`` samples over
+  all data parallel ranks. ``*_per_gpu`` counts samples (or tokens) of one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from alignment.errors import InputError, UnavailableError
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts. Sizes are in prompts, lengths in tokens.
+
+    ``train_files`` are parquet files in verl's format, or JSON files of materialised prompts. ``gen_batch_size`` is how
+    many prompts one generation round takes when dynamic sampling is on (inherits ``train_batch_size``).
+    """
+
+    train_files: tuple[str, ...] = ()
+    prompt_key: str = "prompt"
+    reward_fn_key: str = "data_source"
+    max_prompt_length: int = 512
+    max_response_length: int = 512
+    train_batch_size: int = 1024
+    gen_batch_size: int | None = None
+    shuffle: bool = True
+    seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """``path`` is a Hugging Face checkpoint directory, ``dtype`` the dtype of the trained weights and their compute."""
+
+    path: str = ""
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSettings:
+    """AdamW. ``lr_warmup_steps`` updates rise linearly; then the rate is constant, or a cosine down to ``min_lr_ratio · lr``."""
+
+    lr: float = 1e-6
+    lr_warmup_steps: int = 0
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    min_lr_ratio: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """The policy update.
+
+    ``clip_ratio_low`` and ``clip_ratio_high`` inherit ``clip_ratio``. ``strategy`` inherits ``engine.train``.
+    ``loss_scale_factor`` divides in ``seq-mean-token-sum-norm`` (inherits ``data.max_response_length``).
+    ``ppo_max_token_len_per_gpu`` is the token budget of a micro batch when ``use_dynamic_bsz`` is on, otherwise
+    ``ppo_micro_batch_size_per_gpu`` samples make one. ``grad_clip`` 0 switches clipping off.
+    """
+
+    strategy: str | None = None
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: int | None = None
+    use_kl_loss: bool = False
+    kl_loss_type: KlType = "low_var_kl"
+    kl_loss_coef: float = 0.001
+    entropy_coeff: float = 0.0
+    ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+    ppo_epochs: int = 1
+    shuffle: bool = False
+    grad_clip: float = 1.0
+    optim: OptimSettings = field(default_factory=OptimSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipConfig:
+    """Mock rollout: the first run records its responses under ``dump_dir``, later runs load them instead of generating."""
+
+    enable: bool = False
+    dump_dir: str = "rollout_dump"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Generation, and the log-probs of the behaviour policy.
+
+    ``name`` inherits ``engine.rollout``. ``top_k`` −1 keeps all tokens. ``load_format`` is how the engine gets its first
+    weights: ``dummy`` (the trainer's overwrite them before the first rollout) or ``safetensors``. ``free_cache_engine``
+    lets the engine sleep between rollouts. ``log_prob_*`` inherit the actor's, so that training and inference batch by one
+    convention. ``dtype`` inherits ``model.dtype``.
+    """
+
+    name: str | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    load_format: Literal["dummy", "safetensors"] = "dummy"
+    free_cache_engine: bool = True
+    calculate_log_probs: bool = True
+    dtype: Dtype | None = None
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool | None = None
+    log_prob_max_token_len_per_gpu: int | None = None
+    skip: SkipConfig = field(default_factory=SkipConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefConfig:
+    """The frozen reference policy; every field inherits: the batching from the actor, ``dtype`` from ``model.dtype``."""
+
+    dtype: Dtype | None = None
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool | None = None
+    log_prob_max_token_len_per_gpu: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorRolloutRefConfig:
+    """Everything that starts from the policy's checkpoint."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """The value model, used by ``adv_estimator=gae`` only. Fields that are ``null`` inherit the actor's."""
+
+    optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-5))
+    cliprange_value: float = 0.5
+    loss_agg_mode: LossAggMode | None = None
+    ppo_mini_batch_size: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool | None = None
+    ppo_max_token_len_per_gpu: int | None = None
+    ppo_epochs: int | None = None
+    shuffle: bool | None = None
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlControlConfig:
+    """Coefficient of the KL penalty in the reward; ``adaptive`` steers it to ``target_kl`` over ``horizon`` samples."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: groups whose ``metric`` is the same for all n samples are not trained on.
+
+    ``mode=regenerate`` draws further prompts until ``train_batch_size`` groups qualify, at most ``max_num_gen_batches``
+    rounds (0: no limit); which prompts are consumed then depends on the device. ``mode=reserve`` gives every step its own
+    ``reserve_size`` spare prompts, so that all devices see the same prompts at every step.
+    """
+
+    enable: bool = False
+    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = "acc"
+    max_num_gen_batches: int = 10
+    mode: Literal["regenerate", "reserve"] = "regenerate"
+    reserve_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """How rewards become advantages. DAPO is ``grpo`` with clip-higher, token-mean, filtering and overlong shaping."""
+
+    adv_estimator: Literal["grpo", "gae", "rloo"] = "gae"
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: KlType = "kl"
+    kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongBufferConfig:
+    """DAPO's soft punishment over the last ``len`` tokens before the length limit."""
+
+    enable: bool = False
+    len: int = 0
+    penalty_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig:
+    """Scoring. ``dapo`` applies the overlong buffer and reports ``acc``; ``naive`` only scores."""
+
+    reward_manager: Literal["naive", "dapo"] = "naive"
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The run.
+
+    ``total_training_steps`` ``null`` means all steps of ``total_epochs``. ``save_freq`` −1 saves only after the last step, 0
+    never. ``n_gpus_per_node · nnodes`` is the number of data parallel ranks (workers, on a machine without accelerators).
+    ``curve_gate`` says how the reward curve is compared: ``paired`` needs the same prompts on both devices; ``auto``
+    is paired unless prompts are regenerated. ``device`` is auto, cpu, cuda, npu or one of them with an index.
+    """
+
+    total_training_steps: int | None = None
+    total_epochs: int = 1
+    save_freq: int = -1
+    resume_mode: Literal["disable", "auto", "resume_path"] = "auto"
+    resume_from_path: str | None = None
+    default_local_dir: str = "checkpoints"
+    n_gpus_per_node: int = 1
+    nnodes: int = 1
+    device: str = "auto"
+    seed: int = 1
+    deterministic: bool = True
+    logger: tuple[Literal["console", "jsonl", "tensorboard"], ...] = ("console", "jsonl")
+    colocate: bool = True
+    balance_batch: bool = False
+    curve_gate: Literal["auto", "paired", "unpaired"] = "auto"
+    project_name: str = "alignment"
+    experiment_name: str = "dapo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Which implementation trains and which one generates; ``golden`` is the plain one of this package."""
+
+    train: str = "golden"
+    rollout: str = "golden"
+
+
+DEVICE_ONLY_FIELDS = frozenset(
+    {
+        "trainer.device",
+        "trainer.default_local_dir",
+        "trainer.resume_mode",
+        "trainer.resume_from_path",
+        "trainer.save_freq",
+        "trainer.logger",
+        "trainer.project_name",
+        "trainer.experiment_name",
+        "actor_rollout_ref.rollout.skip.dump_dir",
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+    }
+)
+"""Fields that say where a run happens and not what it computes: :meth:`TrainConfig.config_hash` leaves them out.
+
+The bytes behind ``model.path`` and ``data.train_files`` have hashes of their own (weights and data) in a baseline.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole, checked configuration: after construction no inherited field is ``null``.
+
+    Raises:
+        InputError: values that do not fit together, naming the field.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        for name, value in _inherited(self).items():
+            object.__setattr__(self, name, value)
+        _validate(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
+        """From nested dictionaries, as YAML gives them.
+
+        Raises:
+            InputError: an unknown key (with the nearest known one), a value of the wrong type, or values that do not fit.
+        """
+        return _build(cls, data, path="")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested dictionaries of plain values; ``from_dict`` gives an equal configuration back."""
+        return _plain(self)
+
+    def config_hash(self, *, exclude: Sequence[str] = ()) -> str:
+        """SHA-256 over every field that decides what is computed (all but ``DEVICE_ONLY_FIELDS``), in hex.
+
+        ``exclude`` leaves out further fields: runs that differ in ``trainer.seed`` alone are repetitions of one experiment.
+
+        Raises:
+            InputError: an excluded field does not exist.
+        """
+        tree = flatten(self.to_dict())
+        for name in exclude:
+            if name not in tree:
+                raise _unknown_key(name, set(tree))
+        fields = {k: v for k, v in tree.items() if k not in DEVICE_ONLY_FIELDS and k not in exclude}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data parallel ranks."""
+        return self.trainer.n_gpus_per_node * self.trainer.nnodes
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples trained on per step: ``train_batch_size · n``."""
+        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Optimizer steps per pass over the samples of a step (1: one update per rollout; 4: global batch = 4 mini batches)."""
+        return self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether the algorithm needs a value model."""
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether the algorithm needs the reference policy's log-probs."""
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def curve_gate(self) -> Literal["paired", "unpaired"]:
+        """How the reward curve is compared with a baseline's."""
+        if self.trainer.curve_gate != "auto":
+            return self.trainer.curve_gate
+        filtering = self.algorithm.filter_groups
+        return "unpaired" if filtering.enable and filtering.mode == "regenerate" else "paired"
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of the presets that come with the package."""
+    return tuple(sorted(p.stem for p in _PRESETS.glob("*.yaml")))
+
+
+def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A configuration from a YAML file or a preset, changed by dotted overrides.
+
+    Args:
+        source: path of a YAML file, name of a preset, or None for the defaults.
+        overrides: ``a.b.c=value`` with a YAML value; later ones win. Adding keys (``+new=``) is refused: every key that
+            has a meaning is in the tree already.
+
+    Raises:
+        InputError: unknown preset or key (with the nearest known one), malformed file or override, wrong type.
+        UnavailableError: there are overrides or interpolations (``${…}``) and OmegaConf is not installed.
+    """
+    tree = _read_yaml(source) if source is not None else {}
+    interpolates = any(isinstance(v, str) and "${" in v for v in flatten(tree).values())
+    return TrainConfig.from_dict(_override(tree, overrides) if overrides or interpolates else tree)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return flat
+
+
+_PRESETS = Path(__file__).parent / "presets"
+
+
+def _read_yaml(source: str | Path) -> Mapping[str, Any]:
+    import yaml
+
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        path = _PRESETS / f"{source}.yaml"
+        if str(source) not in preset_names():
+            near = difflib.get_close_matches(str(source), preset_names(), n=1)
+            raise InputError(
+                "there is no such preset",
+                where=str(source),
+                expected=f"a .yaml file or one of {', '.join(preset_names())}",
+                next_step=f"did you mean {near[0]}?" if near else None,
+            )
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"the configuration cannot be read ({error.strerror})", where=path) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"the configuration is not YAML ({error})", where=path) from None
+    if tree is not None and not isinstance(tree, Mapping):
+        raise InputError("a configuration is a mapping", where=path, found=type(tree).__name__)
+    return tree or {}
+
+
+def _override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise UnavailableError(
+            f"overrides and interpolations need OmegaConf ({error})",
+            where=overrides[0] if overrides else "configuration",
+            next_step="pip install omegaconf",
+        ) from None
+    known = set(flatten(_plain_tree(TrainConfig)))
+    merged = OmegaConf.create(dict(tree))
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        if not equals:
+            raise InputError("an override is key=value", where=text, expected="a.b.c=value")
+        if key[:1] in "+~":
+            raise InputError(
+                "keys are neither added nor removed: every key that has a meaning is in the tree",
+                where=text,
+                expected=f"{key.lstrip('+~')}=…",
+            )
+        if key not in known:
+            sections = {k.rpartition(".")[0] for k in known}
+            if key in sections:
+                raise InputError("an override sets one value, not a section", where=text, expected=f"{key}.<field>=value")
+            raise _unknown_key(key, known)
+        try:
+            merged.merge_with_dotlist([text])
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            raise InputError(f"the override cannot be read ({str(error).splitlines()[0]})", where=text) from None
+    try:
+        return OmegaConf.to_container(merged, resolve=True)
+    except OmegaConfBaseException as error:
+        raise InputError(f"an interpolation cannot be resolved ({str(error).splitlines()[0]})", where="overrides") from None
+
+
+def _unknown_key(key: str, known: set[str]) -> InputError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    same_leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    best = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0) or near
+    return InputError("there is no such key", where=key, next_step=f"the nearest known key is {best[0]}")
+
+
+def _build(cls: type, data: Any, path: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise InputError(
+            "a section is a mapping", where=path or "configuration", expected="a mapping", found=type(data).__name__
+        )
+    hints = typing.get_type_hints(cls)
+    prefix = f"{path}." if path else ""
+    for key in data:
+        if key not in hints:
+            raise _unknown_key(f"{prefix}{key}", set(flatten(_plain_tree(TrainConfig))))
+    values = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if dataclasses.is_dataclass(hints[key]):
+            values[key] = _build(hints[key], value, name)
+        else:
+            values[key] = _typed(hints[key], value, name)
+    return cls(**values)
+
+
+def _typed(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type that the field declares, or an error that names the field."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        inner = next(a for a in arguments if a is not type(None))
+        return _typed(inner, value, where)
+    if origin is Literal:
+        if value in arguments and isinstance(value, str):
+            return value
+        near = difflib.get_close_matches(str(value), arguments, n=1)
+        raise InputError(
+            "the value is not one of the choices",
+            where=where,
+            expected=" | ".join(arguments),
+            found=repr(value),
+            next_step=f"did you mean {near[0]}?" if near else None,
+        )
+    if origin is tuple:
+        many = len(arguments) == 2 and arguments[1] is Ellipsis
+        if isinstance(value, str) and many:
+            value = [value]
+        if not isinstance(value, Sequence) or isinstance(value, str) or not (many or len(value) == len(arguments)):
+            size = "a list" if many else f"a list of {len(arguments)}"
+            raise InputError("the value has the wrong type", where=where, expected=size, found=repr(value))
+        types_ = [arguments[0]] * len(value) if many else arguments
+        return tuple(_typed(t, v, f"{where}[{i}]") for i, (t, v) in enumerate(zip(types_, value)))
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-6 (no dot) as text
+        try:
+            value, number = float(value), True
+        except ValueError:
+            pass
+    if hint is float and number:
+        if value != value or value in (float("inf"), float("-inf")):
+            raise InputError("the value is not finite", where=where, expected="a number", found=value)
+        return float(value)
+    if hint is int and number and value == int(value):
+        return int(value)
+    if hint in (bool, str) and isinstance(value, hint):
+        return value
+    kind = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[hint]
+    raise InputError("the value has the wrong type", where=where, expected=kind, found=repr(value))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _plain_tree(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {k: _plain_tree(t) if dataclasses.is_dataclass(t) else None for k, t in hints.items()}
+
+
+def _fill(section: Any, **values: Any) -> Any:
+    """`section` with the given values where it has None."""
+    return dataclasses.replace(section, **{k: v for k, v in values.items() if getattr(section, k) is None})
+
+
+def _inherited(config: TrainConfig) -> dict[str, Any]:
+    policy, engine, data = config.actor_rollout_ref, config.engine, config.data
+    for key, chosen, name, ours in (
+        ("actor.strategy", policy.actor.strategy, "engine.train", engine.train),
+        ("rollout.name", policy.rollout.name, "engine.rollout", engine.rollout),
+    ):
+        if chosen is not None and chosen != ours and ours != "golden":
+            raise InputError(
+                f"{name} and actor_rollout_ref.{key} name different engines", where=name, expected=chosen, found=ours
+            )
+    engine = EngineConfig(train=policy.actor.strategy or engine.train, rollout=policy.rollout.name or engine.rollout)
+    actor = _fill(
+        policy.actor,
+        strategy=engine.train,
+        clip_ratio_low=policy.actor.clip_ratio,
+        clip_ratio_high=policy.actor.clip_ratio,
+        loss_scale_factor=data.max_response_length,
+    )
+    batching = {
+        "log_prob_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
+        "log_prob_use_dynamic_bsz": actor.use_dynamic_bsz,
+        "log_prob_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+    }
+    policy = dataclasses.replace(
+        policy,
+        actor=actor,
+        rollout=_fill(policy.rollout, name=engine.rollout, dtype=policy.model.dtype, **batching),
+        ref=_fill(policy.ref, dtype=policy.model.dtype, **batching),
+    )
+    names = [f.name for f in dataclasses.fields(CriticConfig) if hasattr(actor, f.name)]
+    critic = _fill(config.critic, **{name: getattr(actor, name) for name in names})
+    data = _fill(data, gen_batch_size=data.train_batch_size)
+    return {"actor_rollout_ref": policy, "critic": critic, "data": data, "engine": engine}
+
+
+def _validate(config: TrainConfig) -> None:
+    data, policy, algorithm, trainer = config.data, config.actor_rollout_ref, config.algorithm, config.trainer
+    actor, rollout, filtering = policy.actor, policy.rollout, algorithm.filter_groups
+    buffer = config.reward_model.overlong_buffer
+
+    def positive(section: str, holder: Any, *names: str) -> None:
+        for name in names:
+            value = getattr(holder, name)
+            if value is not None and value <= 0:
+                raise InputError("the value has to be positive", where=f"{section}.{name}", expected="> 0", found=value)
+
+    def within(section: str, holder: Any, low: float, high: float, *names: str) -> None:
+        for name in names:
+            if not low <= getattr(holder, name) <= high:
+                raise InputError(
+                    "the value is out of range",
+                    where=f"{section}.{name}",
+                    expected=f"{low:g} … {high:g}",
+                    found=getattr(holder, name),
+                )
+
+    positive("data", data, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
+    positive("trainer", trainer, "n_gpus_per_node", "nnodes", "total_epochs", "total_training_steps")
+    positive("actor_rollout_ref.rollout", rollout, "n", "temperature", "top_p")
+    for section, holder in (("actor_rollout_ref.actor", actor), ("critic", config.critic)):
+        positive(section, holder, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")
+        positive(section, holder, "ppo_max_token_len_per_gpu")
+        positive(f"{section}.optim", holder.optim, "lr", "eps")
+        within(f"{section}.optim", holder.optim, 0.0, 1.0, "min_lr_ratio", "weight_decay")
+        if holder.optim.lr_warmup_steps < 0 or holder.grad_clip < 0:
+            raise InputError("warm-up and clipping are not negative", where=section)
+        if not all(0.0 <= beta < 1.0 for beta in holder.optim.betas):
+            raise InputError(
+                "the value is out of range", where=f"{section}.optim.betas", expected="0 ≤ β < 1", found=holder.optim.betas
+            )
+        _validate_batching(config, section, holder)
+    for section, holder in (("actor_rollout_ref.rollout", rollout), ("actor_rollout_ref.ref", policy.ref)):
+        positive(section, holder, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+    positive("actor_rollout_ref.actor", actor, "loss_scale_factor", "clip_ratio_low", "clip_ratio_high")
+    within("actor_rollout_ref.rollout", rollout, 0.0, 1.0, "top_p")
+    within("algorithm", algorithm, 0.0, 1.0, "gamma", "lam")
+    if rollout.top_k == 0 or rollout.top_k < -1:
+        raise InputError(
+            "top_k keeps at least one token",
+            where="actor_rollout_ref.rollout.top_k",
+            expected="-1 (all) or ≥ 1",
+            found=rollout.top_k,
+        )
+    if actor.clip_ratio_low >= 1.0:
+        raise InputError(
+            "the lower clip bound 1 − clip_ratio_low has to stay positive",
+            where="actor_rollout_ref.actor.clip_ratio_low",
+            expected="< 1",
+            found=actor.clip_ratio_low,
+        )
+    if actor.clip_ratio_c <= 1.0:
+        raise InputError(
+            "dual clip bounds the ratio from above",
+            where="actor_rollout_ref.actor.clip_ratio_c",
+            expected="> 1",
+            found=actor.clip_ratio_c,
+        )
+    if algorithm.adv_estimator in ("grpo", "rloo") and rollout.n < 2:
+        raise InputError(
+            f"{algorithm.adv_estimator} compares the samples of a prompt with each other",
+            where="actor_rollout_ref.rollout.n",
+            expected="at least 2",
+            found=rollout.n,
+        )
+    if filtering.enable and rollout.n < 2:
+        raise InputError(
+            "dynamic sampling needs groups", where="actor_rollout_ref.rollout.n", expected="at least 2", found=rollout.n
+        )
+    if filtering.enable and filtering.mode == "regenerate" and trainer.curve_gate == "paired":
+        raise InputError(
+            "regenerating prompts makes two devices consume different ones, which the paired gate cannot compare",
+            where="trainer.curve_gate",
+            expected="unpaired or auto",
+            found="paired",
+            next_step="set algorithm.filter_groups.mode=reserve, or algorithm.filter_groups.enable=false",
+        )
+    if filtering.enable and filtering.mode == "reserve":
+        positive("algorithm.filter_groups", filtering, "reserve_size")
+    if filtering.max_num_gen_batches < 0:
+        raise InputError(
+            "the number of generation rounds is not negative",
+            where="algorithm.filter_groups.max_num_gen_batches",
+            expected="0 (no limit) or more",
+            found=filtering.max_num_gen_batches,
+        )
+    if buffer.enable and not 0 < buffer.len <= data.max_response_length:
+        raise InputError(
+            "the overlong buffer lies inside the response",
+            where="reward_model.overlong_buffer.len",
+            expected=f"1 … data.max_response_length = {data.max_response_length}",
+            found=buffer.len,
+        )
+    if buffer.enable and config.reward_model.reward_manager != "dapo":
+        raise InputError(
+            "only the dapo reward manager applies the overlong buffer",
+            where="reward_model.reward_manager",
+            expected="dapo",
+            found=config.reward_model.reward_manager,
+        )
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        raise InputError(
+            "resume_mode=resume_path needs a checkpoint", where="trainer.resume_from_path", expected="a directory"
+        )
+    if trainer.save_freq < -1:
+        raise InputError(
+            "the value is out of range", where="trainer.save_freq", expected="-1, 0 or more", found=trainer.save_freq
+        )
+
+
+def _validate_batching(config: TrainConfig, section: str, holder: Any) -> None:
+    data, dp_size, n = config.data, config.dp_size, config.actor_rollout_ref.rollout.n
+    if data.train_batch_size % holder.ppo_mini_batch_size:
+        raise InputError(
+            "a step consists of whole mini batches",
+            where=f"{section}.ppo_mini_batch_size",
+            expected=f"a divisor of data.train_batch_size = {data.train_batch_size}",
+            found=holder.ppo_mini_batch_size,
+        )
+    samples = holder.ppo_mini_batch_size * n
+    if samples % dp_size:
+        raise InputError(
+            "a mini batch is shared out evenly over the data parallel ranks",
+            where=f"{section}.ppo_mini_batch_size",
+            expected=f"ppo_mini_batch_size · rollout.n divisible by {dp_size} ranks",
+            found=f"{holder.ppo_mini_batch_size} · {n} = {samples}",
+        )
+    micro = holder.ppo_micro_batch_size_per_gpu
+    if not holder.use_dynamic_bsz and micro is not None and (samples // dp_size) % micro:
+        raise InputError(
+            "a rank's share of a mini batch consists of whole micro batches",
+            where=f"{section}.ppo_micro_batch_size_per_gpu",
+            expected=f"a divisor of {samples // dp_size}",
+            found=micro,
+        )
+    longest = data.max_prompt_length + data.max_response_length
+    if holder.use_dynamic_bsz and holder.ppo_max_token_len_per_gpu < longest:
+        raise InputError(
+            "the token budget has to hold the longest sample",
+            where=f"{section}.ppo_max_token_len_per_gpu",
+            expected=f"at least data.max_prompt_length + data.max_response_length = {longest}",
+            found=holder.ppo_max_token_len_per_gpu,
+        )
