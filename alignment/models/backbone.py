@@ -10,6 +10,7 @@ from alignment.models.attention import attention_mask_from, default_positions
 from alignment.models.block import DecoderLayer
 from alignment.models.cache import LatentCache
 from alignment.models.config import ModelConfig
+from alignment.models.linear import embedding
 from alignment.models.mla import AttentionContext
 from alignment.models.norm import RMSNorm
 from alignment.models.rope import RotaryTable
@@ -23,7 +24,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         place = {"dtype": dtype, "device": device}
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **place)
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size, **place)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, **place) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **place)
         self.rotary = RotaryTable(config)

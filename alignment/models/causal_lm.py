@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from alignment.models.backbone import Backbone, init_weights
 from alignment.models.cache import LatentCache
 from alignment.models.config import ModelConfig
+from alignment.models.linear import linear
 
 
 class CausalLM(nn.Module):
@@ -24,7 +25,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config, dtype=dtype, device=device)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.lm_head = linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

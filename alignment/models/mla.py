@@ -11,6 +11,7 @@ from alignment.errors import InputError
 from alignment.models import attention
 from alignment.models.cache import LatentCache
 from alignment.models.config import ModelConfig
+from alignment.models.linear import linear
 from alignment.models.norm import RMSNorm
 from alignment.models.rope import rotate_interleaved, softmax_mscale
 
@@ -61,22 +62,22 @@ class MultiHeadLatentAttention(nn.Module):
         self.config, self.layer = config, layer
         heads, rope = config.num_attention_heads, config.qk_rope_head_dim
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
+        def project(inputs: int, outputs: int) -> nn.Linear:
+            return linear(inputs, outputs, dtype=dtype, device=device)
 
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, eps=config.latent_norm_eps, dtype=dtype, device=device)
 
         if config.q_lora_rank is None:
-            self.q_proj = linear(config.hidden_size, heads * config.q_head_dim)
+            self.q_proj = project(config.hidden_size, heads * config.q_head_dim)
         else:
-            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank)
+            self.q_a_proj = project(config.hidden_size, config.q_lora_rank)
             self.q_a_layernorm = norm(config.q_lora_rank)
-            self.q_b_proj = linear(config.q_lora_rank, heads * config.q_head_dim)
-        self.kv_a_proj_with_mqa = linear(config.hidden_size, config.kv_lora_rank + rope)
+            self.q_b_proj = project(config.q_lora_rank, heads * config.q_head_dim)
+        self.kv_a_proj_with_mqa = project(config.hidden_size, config.kv_lora_rank + rope)
         self.kv_a_layernorm = norm(config.kv_lora_rank)
-        self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
-        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size)
+        self.kv_b_proj = project(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
+        self.o_proj = project(heads * config.v_head_dim, config.hidden_size)
         self.w_uk_t: Tensor | None = None
         self.w_uv: Tensor | None = None
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.models.linear import linear
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)) (Shazeer 2020, arXiv:2002.05202), without biases: ``[..., hidden]`` to ``[...,
@@ -16,9 +18,9 @@ class SwiGLU(nn.Module):
         self, hidden_size: int, intermediate_size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype, device=device)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=dtype, device=device)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=dtype, device=device)
+        self.gate_proj = linear(hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.up_proj = linear(hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.down_proj = linear(intermediate_size, hidden_size, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

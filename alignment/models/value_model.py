@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from alignment.models.backbone import Backbone, init_weights
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import ModelConfig
+from alignment.models.linear import linear
 
 
 class ValueModel(nn.Module):
@@ -21,7 +22,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config, dtype=dtype, device=device)
-        self.score = nn.Linear(config.hidden_size, 1, dtype=dtype, device=device)
+        self.score = linear(config.hidden_size, 1, bias=True, dtype=dtype, device=device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,1 @@
+"""Checkpoints and what happens to weights between them and the engines."""
