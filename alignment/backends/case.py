@@ -26,6 +26,7 @@ class Quantity:
             are counted (a flip of a near-tie is none); ``table`` is a vector of independent scalars, one per label.
         scores: for a choice, the name of the real quantity [rows, candidates] it selects by.
         labels: for a table, what each entry belongs to (a parameter's name).
+        dtype: the dtype it is declared in; None for the run dtype of the case.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Quantity:
     kind: str = "real"
     scores: str | None = None
     labels: tuple[str, ...] = ()
+    dtype: str | None = None
 
 
 class Draw:
@@ -137,7 +139,7 @@ class Case:
             "layer": self.layer,
             "seed": self.seed,
             "attributes": {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(self.attributes.items())},
-            "quantities": [[q.name, q.module, q.kind, list(q.labels)] for q in self.quantities],
+            "quantities": [[q.name, q.module, q.kind, q.dtype or self.dtype, list(q.labels)] for q in self.quantities],
         }
 
 

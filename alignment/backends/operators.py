@@ -45,10 +45,13 @@ def _cases(dtype: str):
         reductions: Mapping[str, int],
         differentiable: tuple[str, ...],
         quantities: tuple[Quantity, ...] | None = None,
+        wide: tuple[str, ...] = (),
         **more,
     ) -> Case:
+        # wide: quantities that are float32 in every run dtype
         quantities = quantities or tuple(
-            Quantity(name=name, module=operator, reduction_length=n) for name, n in reductions.items()
+            Quantity(name=name, module=operator, reduction_length=n, dtype="float32" if name in wide else None)
+            for name, n in reductions.items()
         )
         forward = getattr(golden, operator)
 
@@ -198,11 +201,11 @@ def _cases(dtype: str):
             variant=variant,
             reductions={},
             quantities=(
-                Quantity(name="scores_for_choice", module="router", reduction_length=64),
-                Quantity(name="selected", module="router", kind="choice", scores="scores_for_choice"),
-                Quantity(name="weights", module="router", reduction_length=64),
+                Quantity(name="scores_for_choice", module="router", reduction_length=64, dtype="float32"),
+                Quantity(name="selected", module="router", kind="choice", scores="scores_for_choice", dtype="float32"),
+                Quantity(name="weights", module="router", reduction_length=64, dtype="float32"),
                 Quantity(name="grad.x", module="router", reduction_length=experts),
-                Quantity(name="grad.weight", module="router", reduction_length=tokens),
+                Quantity(name="grad.weight", module="router", reduction_length=tokens, dtype="float32"),
             ),
             differentiable=("x", "weight"),
             batched=("x", "cotangent.weights"),
@@ -271,6 +274,7 @@ def _cases(dtype: str):
         "log_prob",
         log_prob,
         reductions={"log_prob": vocabulary, "entropy": vocabulary, "cross_entropy": vocabulary, "grad.logits": vocabulary},
+        wide=("log_prob", "entropy", "cross_entropy"),
         differentiable=("logits",),
         batched=("logits", "labels", "cotangent.log_prob", "cotangent.entropy"),
         batched_outputs=("log_prob", "entropy"),
