@@ -680,6 +680,13 @@ def _validate(config: TrainConfig) -> None:
         )
     if filtering.enable and filtering.mode == "reserve":
         positive("algorithm.filter_groups", filtering, "reserve_size")
+    if filtering.enable and filtering.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+        raise InputError(
+            "groups are filtered before the KL penalty enters the reward",
+            where="algorithm.filter_groups.metric",
+            expected="acc, score or seq_reward when algorithm.use_kl_in_reward is on",
+            found=filtering.metric,
+        )
     if filtering.max_num_gen_batches < 0:
         raise InputError(
             "the number of generation rounds is not negative",

@@ -1,89 +1,10 @@
-"""A small valid batch, as the stages of a step leave it, for the tests of this room."""
-
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import pytest
-import torch
-
-from alignment.rl.batch import Batch
-
-EOS, PAD, VOCAB = 1, 0, 23
+from rl_cases import build_batch
 
 
-def philox(seed: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(seed))
-
-
-def build_batch(
-    lengths: Sequence[int] = (3, 5, 1, 4),
-    *,
-    prompt_lengths: Sequence[int] = (2, 4),
-    n: int = 2,
-    p: int = 4,
-    r: int = 5,
-    seed: int = 0,
-) -> Batch:
-    """Groups of n responses to each prompt; a response shorter than r ends in EOS."""
-    rng = philox(seed)
-    b = len(lengths)
-    assert b == n * len(prompt_lengths)
-    prompts = torch.full((b, p), PAD)
-    prompt_mask = torch.zeros((b, p), dtype=torch.int64)
-    for g, length in enumerate(prompt_lengths):
-        prompts[g * n : (g + 1) * n, p - length :] = torch.from_numpy(rng.integers(2, VOCAB, length))
-        prompt_mask[g * n : (g + 1) * n, p - length :] = 1
-    responses = torch.full((b, r), PAD)
-    response_mask = torch.zeros((b, r), dtype=torch.int64)
-    for i, length in enumerate(lengths):
-        responses[i, :length] = torch.from_numpy(rng.integers(2, VOCAB, length))
-        if length < r:
-            responses[i, length - 1] = EOS
-        response_mask[i, :length] = 1
-    attention_mask = torch.cat([prompt_mask, response_mask], 1)
-    mask = response_mask.double()
-
-    def random(low: float, high: float) -> torch.Tensor:
-        return torch.from_numpy(rng.uniform(low, high, (b, r))) * mask
-
-    score = [float(x) for x in rng.integers(0, 2, b)]
-    scores = torch.zeros((b, r), dtype=torch.float64)
-    scores[torch.arange(b), torch.tensor(lengths) - 1] = torch.tensor(score, dtype=torch.float64)
-    log_probs = random(-3.0, -0.01)
-    uid = [f"u{g}" for g in range(len(prompt_lengths)) for _ in range(n)]
-    return Batch(
-        {
-            "prompts": prompts,
-            "prompt_mask": prompt_mask,
-            "responses": responses,
-            "input_ids": torch.cat([prompts, responses], 1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
-            "response_mask": response_mask,
-            "rollout_log_probs": log_probs + random(-0.01, 0.0),
-            "old_log_probs": log_probs,
-            "entropys": random(0.0, 2.0),
-            "ref_log_prob": random(-3.0, -0.01),
-            "values": random(-1.0, 1.0),
-            "token_level_scores": scores,
-            "token_level_rewards": scores.clone(),
-            "advantages": random(-2.0, 2.0),
-            "returns": random(-2.0, 2.0),
-        },
-        {
-            "uid": uid,
-            "prompt_id": uid,
-            "data_source": ["toy"] * b,
-            "ground_truth": ["1"] * b,
-            "score": score,
-            "acc": score,
-        },
-        {"n": n, "eos_token_id": EOS, "pad_token_id": PAD},
-    )
-
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batch():
+    """Builds a small valid batch, as the stages of a step leave it."""
     return build_batch
