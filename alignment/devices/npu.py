@@ -19,6 +19,7 @@ from alignment.devices.fingerprint import (
     ascend_firmware_version,
     cann_version,
 )
+from alignment.errors import InputError
 
 EMULATOR = "alignment.devices.emulated_npu"
 
@@ -123,6 +124,19 @@ def set_rng_state(state: list[torch.Tensor] | None) -> None:
     """The inverse of :func:`rng_state`."""
     for index, one in enumerate(state or ()):
         torch.npu.set_rng_state(one, index)
+
+
+FRACTAL_NZ = 29
+
+
+def internal_format(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of an NPU tensor in the FRACTAL_NZ format that Ascend matmuls prefer (``torch_npu.npu_format_cast``).
+
+    Raises InputError for a tensor that is not on an NPU.
+    """
+    if tensor.device.type != "npu":
+        raise InputError("only an NPU has internal formats", where="internal_format", found=str(tensor.device))
+    return importlib.import_module("torch_npu").npu_format_cast(tensor, FRACTAL_NZ)
 
 
 def fingerprint(index: int) -> Fingerprint:
