@@ -148,7 +148,7 @@ class ModelConfig:
         _refuse_other_architecture(hf, where)
         names = {f.name for f in dataclasses.fields(cls)} - {"hf_extra"}
         values = {name: hf[name] for name in names & hf.keys()}
-        values["rope_theta"], values["rope_scaling"] = _read_rope(hf, where)
+        values["rope_theta"], yarn = _read_rope(hf, where)
         for name, meaning in _HF_NULL.items():
             if name in values and values[name] is None:
                 values[name] = meaning
@@ -166,6 +166,7 @@ class ModelConfig:
             )
         extra = {k: v for k, v in hf.items() if k not in names and k not in _HF_DERIVED}
         try:
+            values["rope_scaling"] = None if yarn is None else YarnScaling(**yarn)
             return cls(**values, hf_extra=extra)
         except InputError as error:
             raise InputError(
@@ -266,7 +267,7 @@ def _refuse_other_architecture(hf: Mapping[str, Any], where: object) -> None:
         )
 
 
-def _read_rope(hf: Mapping[str, Any], where: object) -> tuple[float, YarnScaling | None]:
+def _read_rope(hf: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None]:
     parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = parameters.get("rope_theta", hf.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -294,7 +295,7 @@ def _read_rope(hf: Mapping[str, Any], where: object) -> tuple[float, YarnScaling
     for name in ("factor", "original_max_position_embeddings"):
         if parameters.get(name) is None:
             raise InputError(f"yarn needs {name!r}", where=f"{where}: rope_scaling", found=sorted(parameters))
-    return theta, YarnScaling(**{k: v for k, v in parameters.items() if k in known})
+    return theta, {k: v for k, v in parameters.items() if k in known}
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -313,7 +314,7 @@ PRESETS: dict[str, ModelConfig] = {
         kv_lora_rank=40,
         qk_rope_head_dim=16,
         qk_nope_head_dim=32,
-        v_head_dim=24,
+        v_head_dim=28,
         routed_scaling_factor=2.446,
         first_k_dense_replace=1,
         rope_theta=50000.0,
@@ -328,7 +329,7 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny-deepseek": ModelConfig(
         vocab_size=512,
         hidden_size=64,
-        intermediate_size=160,
+        intermediate_size=144,
         moe_intermediate_size=48,
         num_hidden_layers=3,
         num_attention_heads=4,
