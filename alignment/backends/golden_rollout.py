@@ -35,8 +35,9 @@ class GoldenRollout:
         load_format: ``dummy`` draws weights from ``seed``, ``safetensors`` and ``auto`` read ``checkpoint``.
         checkpoint: a Hugging Face checkpoint directory.
         seed: seed of the dummy weights.
-        alias: what ``w_uk_t`` and ``w_uv`` are. False: contiguous copies, as the Ascend plugin makes them, stale after every
-            update until :meth:`process_weights_after_loading` runs again. True: views of ``kv_b_proj.weight``, as on a GPU.
+        alias: what ``w_uk_t`` and ``w_uv`` are. False: contiguous copies, as the Ascend plugin makes them, stale after
+            every update until :meth:`process_weights_after_loading` runs again. True: views of ``kv_b_proj.weight``, as
+            on a GPU.
         internal_format: on an NPU, keep ``kv_b_proj.weight`` in the FRACTAL_NZ format, as the Ascend plugin may.
 
     Raises:
@@ -124,8 +125,8 @@ class GoldenRollout:
     ) -> None:
         """See :meth:`alignment.backends.rollout.RolloutEngine.update_weights`.
 
-        One streamed tensor is alive at a time; nothing of the engine is allocated anew. An update that fails half-way leaves the
-        engine unusable until a complete one succeeds, instead of letting it generate with a mixture.
+        One streamed tensor is alive at a time; nothing of the engine is allocated anew. An update that fails half-way
+        leaves the engine unusable until a complete one succeeds, instead of letting it generate with a mixture.
         """
         self._require_awake("update_weights")
         held = self._model.state_dict()
@@ -169,8 +170,9 @@ class GoldenRollout:
     def sleep(self, level: int = 1) -> None:
         """Give the weights' storage back: level 1 keeps their values on the host, level 2 keeps nothing.
 
-        Derived weights that are views go with their parameter. Copies go to the host at level 1 and stay where they are at level
-        2, as the reported fault shows they do: with ``post_process=False`` they still hold the values of start-up after the sync.
+        Derived weights that are views go with their parameter. Copies go to the host at level 1 and stay where they are
+        at level 2, as the reported fault shows they do: with ``post_process=False`` they still hold the values of
+            start-up after the sync.
         """
         self._require_awake("sleep")
         if level not in (1, 2):
@@ -240,15 +242,16 @@ class GoldenRollout:
     def generate(self, prompts: Tensor, attention_mask: Tensor, params: SamplingParams, keys: Tensor) -> Generation:
         """See :class:`~alignment.backends.rollout.Generation` for shapes and the log-prob convention.
 
-        The draw of a token is inverse-CDF with a Philox uniform keyed by (``params.seed``, key of the sample, position), taken
-        on the CPU over float32 log-probs from the device: it depends on no generator state, no batch layout and no sharding.
+        The draw of a token is inverse-CDF with a Philox uniform keyed by (``params.seed``, key of the sample,
+        position), taken on the CPU over float32 log-probs from the device: it depends on no generator state, no batch
+        layout and no sharding.
 
         Args:
             prompts: int64 ``[b, p]``, left padded; the last column is real in every row.
             attention_mask: ``[b, p]``.
             params: how to sample.
-            keys: int64 ``[b]``, one per sample (:func:`alignment.numerics.random.portable_key`); equal keys on equal prompts
-                give equal responses.
+            keys: int64 ``[b]``, one per sample (:func:`alignment.numerics.random.portable_key`); equal keys on equal
+                prompts give equal responses.
 
         Raises:
             InputError: asleep, unsynced, shapes or padding that do not fit, or logits that are not finite.
@@ -282,9 +285,7 @@ class GoldenRollout:
             logits = self._model.decode(
                 responses[rows, step : step + 1].to(place), cache, attention_mask=running.to(place)[:, None]
             )[:, -1]
-        return Generation(
-            responses=responses.to(place), response_mask=mask.to(place), log_probs=log_probs.to(place)
-        )
+        return Generation(responses=responses.to(place), response_mask=mask.to(place), log_probs=log_probs.to(place))
 
     @torch.no_grad()
     def probe(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Probe:
@@ -407,7 +408,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _sample(logits: Tensor, params: SamplingParams, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens int64 ``[n]`` and their float32 log-probs ``[n]`` on the CPU, from logits ``[n, v]`` and uniforms ``[n]``."""
+    """Tokens int64 ``[n]`` and float32 log-probs ``[n]`` on the CPU, from logits ``[n, v]`` and uniforms ``[n]``."""
     if params.temperature == 0:
         log_probs = _log_softmax(logits).float().cpu()
         # argmax may return any of equal maxima; the first is the same on every device.

@@ -1,4 +1,4 @@
-"""What a rollout engine is to the rest of alignment: generation, weight updates, sleep, and a probe of both its paths."""
+"""What a rollout engine is to the rest: generation, weight updates, sleep, and a probe of both its paths."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Generation:
     Attributes:
         responses: int64 ``[b, r]``, r = ``max_new_tokens``, right padded with ``pad_token_id``.
         response_mask: int64 ``[b, r]``, one up to and including the end-of-sequence token.
-        log_probs: float32 ``[b, r]``, natural log-probability of each token *under the distribution it was drawn from*: after
-            temperature, top_k and top_p (vLLM's ``logprobs_mode=processed_logprobs``), 0 at padding. Without truncation
-            (top_k = -1, top_p = 1) it is log_softmax(logits / temperature), the quantity verl keeps as
+        log_probs: float32 ``[b, r]``, natural log-probability of each token *under the distribution it was drawn from*:
+            after temperature, top_k and top_p (vLLM's ``logprobs_mode=processed_logprobs``), 0 at padding. Without
+            truncation (top_k = -1, top_p = 1) it is log_softmax(logits / temperature), the quantity verl keeps as
             ``rollout_log_probs`` and compares with ``old_log_probs``. Greedy tokens are given at temperature 1.
     """
 
@@ -80,9 +80,9 @@ class Generation:
 class Probe:
     """Log-probabilities of given response tokens by both paths of an engine, each ``[b, r]``, float32 at least.
 
-    ``prefill``: the whole sequence in one forward. ``decode``: the prompt in one forward, then each response token forced
-    through a real decode step; its first column therefore comes from the prefill path. Columns behind a response's end
-    are 0. Temperature is 1.
+    ``prefill``: the whole sequence in one forward. ``decode``: the prompt in one forward, then each response token
+    forced through a real decode step; its first column therefore comes from the prefill path. Columns behind a
+    response's end are 0. Temperature is 1.
     """
 
     prefill: Tensor
@@ -110,7 +110,7 @@ class DerivedTensor:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """An engine that generates with weights a trainer sends. Constructors take ``load_format``: dummy, safetensors, auto."""
+    """An engine that generates with weights a trainer sends. Constructors take one of :data:`LOAD_FORMATS`."""
 
     def update_weights(
         self, stream: Iterable[tuple[str, Tensor]], *, post_process: bool = True, partial: bool = False
@@ -127,7 +127,7 @@ class RolloutEngine(Protocol):
         """
 
     def generate(self, prompts: Tensor, attention_mask: Tensor, params: SamplingParams, keys: Tensor) -> Generation:
-        """Draw one response per row of ``prompts`` ``[b, p]`` (left padded); ``keys`` int64 ``[b]`` identify the samples."""
+        """One response per row of ``prompts`` ``[b, p]`` (left padded); ``keys`` int64 ``[b]`` identify the samples."""
 
     def probe(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Probe:
         """Log-probabilities of the last ``response_length`` tokens of ``input_ids`` ``[b, p + r]`` by both paths."""

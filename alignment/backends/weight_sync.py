@@ -1,9 +1,10 @@
 """Proof that a rollout engine computes with the trainer's weights: bit by bit, derived tensors included, on both paths.
 
-What it is built against: with ``load_format=dummy`` a rollout was garbled although every parameter had arrived. ``W_UV`` and
-``W_UK_T`` are derived from ``kv_b_proj`` after loading; on a GPU they are views and follow an in-place update, as copies they
-stay what they were at start-up (fixed by running ``process_weights_after_loading`` after every update, verl pull request
-4130). Prefill does not use them, so parameters are equal and the first token is right, and every later one is wrong.
+What it is built against: with ``load_format=dummy`` a rollout was garbled although every parameter had arrived.
+``W_UV`` and ``W_UK_T`` are derived from ``kv_b_proj`` after loading; on a GPU they are views and follow an in-place
+update, as copies they stay what they were at start-up (fixed by running ``process_weights_after_loading`` after every
+update, verl pull request 4130). Prefill does not use them, so parameters are equal and the first token is right, and
+every later one is wrong.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def stream_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
 class ProbeCase:
     """Sequences whose response tokens both paths must give the trainer's log-probs for.
 
-    ``input_ids`` and ``attention_mask`` are ``[b, p + r]``, prompts left padded, responses (the last ``response_length``
-    columns) right padded. ``seed`` identifies the run for the budget.
+    ``input_ids`` and ``attention_mask`` are ``[b, p + r]``, prompts left padded, responses (the last
+    ``response_length`` columns) right padded. ``seed`` identifies the run for the budget.
     """
 
     input_ids: Tensor
@@ -78,14 +79,12 @@ def probe_case(
     responses[0] = response_length
     columns = torch.arange(prompt_length + response_length)
     mask = (columns >= prompt_length - prompts) & (columns < prompt_length + responses)
-    return ProbeCase(
-        input_ids=ids * mask, attention_mask=mask.long(), response_length=response_length, seed=seed
-    )
+    return ProbeCase(input_ids=ids * mask, attention_mask=mask.long(), response_length=response_length, seed=seed)
 
 
 @torch.no_grad()
 def trainer_log_probs(model: CausalLM, case: ProbeCase) -> Tensor:
-    """What the trainer gives the response tokens of ``case``: ``[b, r]``, float32 at least, 0 at padding, temperature 1."""
+    """The trainer's log-probs of the response tokens ``[b, r]``: float32 at least, temperature 1, 0 at padding."""
     ids, mask = case.input_ids.to(model.device), case.attention_mask.to(model.device)
     logits = model(ids, attention_mask=mask)[:, -case.response_length - 1 : -1]
     wide = torch.log_softmax(logits.to(at_least_float32(logits.dtype)), dim=-1)
@@ -96,8 +95,9 @@ def trainer_log_probs(model: CausalLM, case: ProbeCase) -> Tensor:
 def probe_budget(reference: RolloutEngine, trainer: CausalLM, *, seeds: Iterable[int], device: str) -> Budget:
     """How far a correct engine is from the trainer: max |Δ log p| of ``reference`` over cases of other seeds, in nats.
 
-    ``reference`` holds the trainer's weights and is known to be right (the golden engine, freshly loaded): what is measured
-    is what re-association does, expanded against absorbed attention, batched against step by step, in the trainer's dtype.
+    ``reference`` holds the trainer's weights and is known to be right (the golden engine, freshly loaded): what is
+    measured is what re-association does, expanded against absorbed attention, batched against step by step, in the
+    trainer's dtype.
 
     Args:
         seeds: at least five, none of them the seed of a judged case.
@@ -176,7 +176,11 @@ def check_weight_sync(
     verdicts = [
         verdict(
             "parameters",
-            [Measure(name="tensors that differ", value=len(parameters.wrong), bound=0.0, unit="tensors", origin=_EXACT)],
+            [
+                Measure(
+                    name="tensors that differ", value=len(parameters.wrong), bound=0.0, unit="tensors", origin=_EXACT
+                )
+            ],
             parameters.reason("every tensor the engine holds equals the one that was sent"),
             parameters.where,
         ),
@@ -197,7 +201,9 @@ def check_weight_sync(
                     origin="exact: a tensor no update reaches must be declared derived or constant",
                 )
             ],
-            f"the engine holds undeclared tensors: {_list(undeclared)}" if undeclared else "every tensor held is accounted for",
+            f"the engine holds undeclared tensors: {_list(undeclared)}"
+            if undeclared
+            else "every tensor held is accounted for",
             Divergence(
                 stage=STAGE,
                 module=_module(undeclared[0]),
@@ -247,7 +253,9 @@ def _compare_derived(engine: RolloutEngine) -> _Comparison:
     for name, one in declared.items():
         detail = _difference(one.tensor, one.recompute())
         if detail:
-            wrong[name] = f"stale: {detail} from its recomputation out of {', '.join(one.sources)}; {_kinship(one, held)}"
+            wrong[name] = (
+                f"stale: {detail} from its recomputation out of {', '.join(one.sources)}; {_kinship(one, held)}"
+            )
     first = next(iter(wrong), None)
     where = first and Divergence(
         stage=STAGE, module=declared[first].module, quantity=declared[first].quantity, detail=wrong[first]
@@ -305,8 +313,8 @@ def _compare_path(path, values: Tensor, log_probs: Tensor, case: ProbeCase, budg
 def undeclared_tensors(engine: RolloutEngine) -> list[str]:
     """Tensors the engine's modules hold that no update reaches and that it declares neither derived nor constant.
 
-    Walks the attributes of every module (and lists, dicts and plain objects in them). A tensor on the storage of a parameter
-    is reached by updates. Tensors hidden in closures or captured graphs are out of its sight.
+    Walks the attributes of every module (and lists, dicts and plain objects in them). A tensor on the storage of a
+    parameter is reached by updates. Tensors hidden in closures or captured graphs are out of its sight.
     """
     held = [tensor for _, tensor in engine.named_parameters()]
     known = {t.untyped_storage().data_ptr() for t in held}
@@ -399,7 +407,8 @@ class LoadFormatRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFormatTable:
-    """Whether the initialisation of the rollout engine matters: dummy against safetensors at every stage of the first sync.
+    """Whether the initialisation of the rollout engine matters: dummy against safetensors at every stage of the first
+    sync.
 
     After the trainer's weights arrived it must not. ``init`` is expected to differ (else the table shows nothing).
     """
@@ -411,13 +420,16 @@ class LoadFormatTable:
         return [row.row() for row in self.rows]
 
     def verdict(self, *, subject: str = "golden", device: str = "cpu") -> Verdict:
-        """PASS when only init differs, INCONCLUSIVE when init does not differ, FAIL naming the first difference behind it."""
+        """PASS when only init differs, INCONCLUSIVE when it does not, FAIL naming the first difference behind it."""
         wrong = [row for row in self.rows if not row.as_expected]
         after = next((row for row in wrong if row.expected_equal), None)
         if after is not None:
             outcome, reason = Outcome.FAIL, f"the initialisation matters: {after.quantity} differ {after.stage}"
         elif wrong:
-            outcome, reason = Outcome.INCONCLUSIVE, "both engines started with equal weights, so the table shows nothing"
+            outcome, reason = (
+                Outcome.INCONCLUSIVE,
+                "both engines started with equal weights, so the table shows nothing",
+            )
         else:
             outcome, reason = Outcome.PASS, "the initialisation of the engine does not matter"
         where = after and Divergence(
@@ -447,11 +459,12 @@ def load_format_table(
     sleep_level: int = 2,
     post_process: bool = True,
 ) -> LoadFormatTable:
-    """Run the first sync of a dummy and of a checkpoint-initialised engine, one after the other, and compare all stages.
+    """Run the first sync of a dummy and of a checkpoint-initialised engine, one after the other, and compare all
+    stages.
 
     The stages are the source material's: at ``init``; ``before sharding``, the weights as they are streamed; ``after
-    sharding``, as the engine holds them, derived tensors apart; and the ``first forward`` by prefill and by decode. Only
-    digests are kept, so both engines never exist at once.
+    sharding``, as the engine holds them, derived tensors apart; and the ``first forward`` by prefill and by decode.
+    Only digests are kept, so both engines never exist at once.
 
     Args:
         build: makes an engine for a ``load_format``.

@@ -1,8 +1,8 @@
 """Do two tensors share memory? Facts about storage, the same facts along a chain of ops, and the sentinel that decides.
 
-Why it matters: a rollout engine keeps weights derived from ``kv_b_proj`` (``W_UK_T``, ``W_UV``). While they are views, an
-in-place weight update reaches them; once an op on the way returns new storage they go stale (verl pull request 4130). On
-an Ascend NPU both ``.contiguous()`` and an internal-format ``.view()`` were reported to do that.
+Why it matters: a rollout engine keeps weights derived from ``kv_b_proj`` (``W_UK_T``, ``W_UV``). While they are views,
+an in-place weight update reaches them; once an op on the way returns new storage they go stale (verl pull request
+4130). On an Ascend NPU both ``.contiguous()`` and an internal-format ``.view()`` were reported to do that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def facts(tensor: torch.Tensor) -> StorageFacts:
 
 
 def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True when both tensors live on one storage (not necessarily on overlapping elements). Empty storages share nothing."""
+    """True when both tensors live on one storage, not necessarily on overlapping elements (never for empty ones)."""
     if a.device != b.device:
         return False
     x, y = a.untyped_storage(), b.untyped_storage()

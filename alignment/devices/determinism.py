@@ -69,7 +69,13 @@ class SwitchState:
     def row(self) -> tuple[str, str, str, str, str]:
         """(name, wanted, verified, applies, why) for a table."""
         s = self.switch
-        return s.name, s.wanted, "not set" if self.verified is None else self.verified, "yes" if s.applies else "no", s.why
+        return (
+            s.name,
+            s.wanted,
+            "not set" if self.verified is None else self.verified,
+            "yes" if s.applies else "no",
+            s.why,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +119,9 @@ def switches(device_kind: str, world_size: int, environ: Mapping[str, str]) -> t
         environ: the environment to decide by.
     """
     if device_kind not in base.KINDS:
-        raise InputError("unknown kind of device", where="determinism", expected=", ".join(base.KINDS), found=device_kind)
+        raise InputError(
+            "unknown kind of device", where="determinism", expected=", ".join(base.KINDS), found=device_kind
+        )
     if world_size < 1:
         raise InputError("not a number of cards", where="determinism", expected="world_size ≥ 1", found=world_size)
     npu, cuda = device_kind == "npu", device_kind == "cuda"
@@ -126,9 +134,7 @@ def switches(device_kind: str, world_size: int, environ: Mapping[str, str]) -> t
         )
 
     def framework(name, wanted, applies, why):
-        return Switch(
-            name=name, wanted=wanted, accepted=(), where=FRAMEWORK, applies=applies, why=why, source=_TORCH
-        )
+        return Switch(name=name, wanted=wanted, accepted=(), where=FRAMEWORK, applies=applies, why=why, source=_TORCH)
 
     def collective(ours: bool, name: str) -> str:
         if not npu:
@@ -139,7 +145,7 @@ def switches(device_kind: str, world_size: int, environ: Mapping[str, str]) -> t
             return f"{world_size} cards communicate over {name}"
         if lccl:
             return (
-                "HCCL_OP_EXPANSION_MODE=AIV: the cards communicate over LCCL (setting it would take precedence over AIV "
+                "HCCL_OP_EXPANSION_MODE=AIV: the cards communicate over LCCL (set, it would take precedence over AIV "
                 "and change the path under test)"
             )
         return "the cards communicate over HCCL (HCCL_OP_EXPANSION_MODE is not AIV)"
@@ -147,7 +153,9 @@ def switches(device_kind: str, world_size: int, environ: Mapping[str, str]) -> t
     only_npu = "the Ascend matmul reads it" if npu else f"{device_kind} has no Ascend kernels"
     return (
         framework("torch.use_deterministic_algorithms", "True", True, "refuses kernels without a deterministic form"),
-        framework("torch.backends.cudnn.deterministic", "True", cuda, "cuDNN" if cuda else f"{device_kind} has no cuDNN"),
+        framework(
+            "torch.backends.cudnn.deterministic", "True", cuda, "cuDNN" if cuda else f"{device_kind} has no cuDNN"
+        ),
         framework(
             "torch.backends.cudnn.benchmark",
             "False",
@@ -178,10 +186,13 @@ def switches(device_kind: str, world_size: int, environ: Mapping[str, str]) -> t
             "0",
             ("false",),
             npu and many and lccl,
-            collective(lccl, "LCCL") + ("; overlap of communication and computation off" if npu and many and lccl else ""),
+            collective(lccl, "LCCL")
+            + ("; overlap of communication and computation off" if npu and many and lccl else ""),
             _VERL,
         ),
-        env("VLLM_ENABLE_V1_MULTIPROCESSING", "0", ("false",), True, "a vLLM rollout schedules deterministically", _VLLM),
+        env(
+            "VLLM_ENABLE_V1_MULTIPROCESSING", "0", ("false",), True, "a vLLM rollout schedules deterministically", _VLLM
+        ),
     )
 
 

@@ -23,7 +23,8 @@ class Fingerprint:
     Attributes:
         kind: ``cpu``, ``cuda`` or ``npu``.
         label: the kind as it is shown; ``npu (emulated)`` for the emulated one.
-        chip: model name, for example ``910B3``, ``NVIDIA H200`` or ``AMD EPYC 9654``; ``unknown`` where it cannot be read.
+        chip: model name, for example ``910B3``, ``NVIDIA H200`` or ``AMD EPYC 9654``; ``unknown`` where it cannot be
+            read.
         driver: version of the kernel driver; ``none`` for the CPU.
         runtime: CANN, CUDA or the CPU math libraries torch was built with.
         cores: AI cores, streaming multiprocessors, or logical CPUs.
@@ -176,7 +177,12 @@ def cann_version(environ: Mapping[str, str] = os.environ, root: Path = ASCEND_RO
     homes += [root / "ascend-toolkit" / "latest", root / "cann"]
     arch = f"{platform.machine()}-linux"
     for home in homes:
-        for name in (f"{arch}/ascend_toolkit_install.info", "ascend_toolkit_install.info", "version.cfg", "version.info"):
+        for name in (
+            f"{arch}/ascend_toolkit_install.info",
+            "ascend_toolkit_install.info",
+            "version.cfg",
+            "version.info",
+        ):
             version = _version_of(home / name)
             if version:
                 return version

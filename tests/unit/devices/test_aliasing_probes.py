@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alignment.devices import aliasing
+from alignment.devices import aliasing, npu
 from alignment.devices.aliasing import chain, facts, first_copy, is_view_of, sentinel_seen, shares_storage
 from alignment.errors import InputError
 
@@ -59,8 +59,9 @@ def test_contiguous_of_a_contiguous_tensor_is_the_tensor():
 
 
 def test_reshape_is_the_control_view_where_it_can_copy_where_it_must():
-    aliased, copied = chain(kv_b_proj(), [aliasing.reshape(RANK, -1), aliasing.transpose(0, 1)]), chain(
-        kv_b_proj(), [aliasing.transpose(0, 1), aliasing.reshape(-1)]
+    aliased, copied = (
+        chain(kv_b_proj(), [aliasing.reshape(RANK, -1), aliasing.transpose(0, 1)]),
+        chain(kv_b_proj(), [aliasing.transpose(0, 1), aliasing.reshape(-1)]),
     )
     assert first_copy(aliased) is None
     assert first_copy(copied).op == "reshape(-1,)"
@@ -125,3 +126,65 @@ def test_empty_tensors_decide_nothing():
     assert not is_view_of(empty, empty)
     with pytest.raises(InputError, match="an empty tensor cannot carry a sentinel"):
         sentinel_seen(empty, torch.zeros(1))
+
+
+# --- on an NPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.npu
+def test_on_an_npu_views_alias_and_contiguous_copies():
+    steps = chain(kv_b_proj().to("npu"), [*w_uv_chain(), aliasing.contiguous()])
+    assert [s.sentinel for s in steps] == [True, True, True, True, False]
+    assert [s.view_of_source for s in steps] == [True, True, True, True, False]
+    assert first_copy(steps).op == "contiguous()"
+    assert steps[0].after.device.startswith("npu")
+
+
+@pytest.fixture
+def emulated():
+    from alignment.devices.base import get_device
+
+    if not get_device("npu").emulated:
+        pytest.skip("only the emulated NPU can switch this behaviour")
+    from alignment.devices.emulated_npu import semantics
+
+    return semantics
+
+
+def plain_chain():
+    """The chain of the golden model: a view of the weight, then strided views of that."""
+    return [
+        aliasing.view(HEADS, NOPE + VALUE, RANK),
+        aliasing.split([NOPE, VALUE], 1, 1),
+        aliasing.transpose(1, 2),
+    ]
+
+
+@pytest.mark.npu
+def test_a_view_of_an_internal_format_weight_can_be_new_storage(emulated):
+    """The reported behaviour: no error, the right values, and no alias."""
+    weight = npu.internal_format(kv_b_proj().to("npu"))
+    with emulated.internal_format_view_copies():
+        steps = chain(weight, plain_chain())
+        (control,) = chain(kv_b_proj().to("npu"), [aliasing.view(HEADS, NOPE + VALUE, RANK)])
+        derived = weight.view(HEADS, NOPE + VALUE, RANK)
+    assert first_copy(steps).op == f"view{(HEADS, NOPE + VALUE, RANK)}"
+    assert not steps[0].same_storage and not steps[0].view_of_source
+    assert steps[0].row()[4:] == ("other address", "a copy")
+    assert torch.equal(derived.cpu(), kv_b_proj().view(HEADS, NOPE + VALUE, RANK))
+    assert control.sentinel  # a plain tensor keeps its alias under the same behaviour
+    assert first_copy(chain(weight, plain_chain())) is None  # and so does the weight once it is off
+
+
+@pytest.mark.npu
+def test_by_the_published_rule_view_aliases_and_the_strided_ops_copy(emulated):
+    weight = npu.internal_format(kv_b_proj().to("npu"))
+    with emulated.internal_format_as_strided_copies():
+        view, split, _ = steps = chain(weight, plain_chain())
+    assert view.sentinel and view.same_storage
+    assert first_copy(steps) is split and split.op == f"split({[NOPE, VALUE]}, 1)[1]"
+
+
+def test_internal_formats_are_an_npus():
+    with pytest.raises(InputError, match="only an NPU has internal formats; found cpu"):
+        npu.internal_format(kv_b_proj())

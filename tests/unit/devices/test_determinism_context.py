@@ -22,7 +22,9 @@ ROLLOUT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 def applying(kind, world_size, environ):
     return {
-        s.name: s.wanted for s in switches(kind, world_size, environ) if s.applies and s.where == determinism.ENVIRONMENT
+        s.name: s.wanted
+        for s in switches(kind, world_size, environ)
+        if s.applies and s.where == determinism.ENVIRONMENT
     }
 
 
@@ -67,8 +69,12 @@ def why(name, *args):
 def test_the_reason_says_which_library_the_cards_use():
     assert why("HCCL_DETERMINISTIC", "npu", 8, {}) == "8 cards communicate over HCCL"
     assert why("HCCL_DETERMINISTIC", "npu", 1, {}) == "a single card does not communicate"
-    assert why("HCCL_DETERMINISTIC", "npu", 8, AIV).startswith("HCCL_OP_EXPANSION_MODE=AIV: the cards communicate over LCCL")
-    assert why("LCCL_DETERMINISTIC", "npu", 8, {}) == "the cards communicate over HCCL (HCCL_OP_EXPANSION_MODE is not AIV)"
+    assert why("HCCL_DETERMINISTIC", "npu", 8, AIV).startswith(
+        "HCCL_OP_EXPANSION_MODE=AIV: the cards communicate over LCCL"
+    )
+    assert (
+        why("LCCL_DETERMINISTIC", "npu", 8, {}) == "the cards communicate over HCCL (HCCL_OP_EXPANSION_MODE is not AIV)"
+    )
     assert why("LCCL_DETERMINISTIC", "cuda", 8, {}) == "cuda does not use HCCL"
 
 
@@ -85,7 +91,8 @@ def test_deciding_reads_nothing_but_its_arguments(monkeypatch):
             8,
             MATMUL,
             ProcessState(process_group=True),
-            "HCCL_DETERMINISTIC: too late for determinism: the process group is already initialised; expected true or strict",
+            "HCCL_DETERMINISTIC: too late for determinism: the process group is already initialised; "
+            "expected true or strict",
         ),
         (
             "npu",
@@ -131,7 +138,9 @@ def test_too_late_is_refused_by_name(kind, world_size, environ, state, message):
     ],
 )
 def test_late_is_fine_when_the_environment_already_says_so(kind, world_size, environ):
-    refuse_if_late(switches(kind, world_size, environ), environ, ProcessState(process_group=True, cublas=True, npu=True))
+    refuse_if_late(
+        switches(kind, world_size, environ), environ, ProcessState(process_group=True, cublas=True, npu=True)
+    )
 
 
 def test_a_process_group_that_is_up_is_seen(monkeypatch):
@@ -201,7 +210,8 @@ def test_a_value_the_user_already_set_is_kept(clean_environment, monkeypatch):
 def test_a_variable_no_native_library_would_see_is_refused(clean_environment, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(
-        InputError, match="VLLM_ENABLE_V1_MULTIPROCESSING: the switch does not hold after it was set; expected 0; found not set"
+        InputError,
+        match="VLLM_ENABLE_V1_MULTIPROCESSING: the switch does not hold after it was set; expected 0; found not set",
     ):
         with deterministic(5, get_device("cpu")):
             pass
@@ -259,3 +269,41 @@ def test_on_a_gpu_the_workspace_is_set_before_the_first_allocation_or_refused():
         assert {r[0]: r[2] for r in report.rows()}["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
     except InputError as error:
         assert "too late for determinism" in str(error)
+
+
+@pytest.mark.npu
+def test_on_the_emulated_npu_the_device_is_seeded_and_reductions_become_repeatable(clean_environment):
+    device = get_device("npu")
+    if not device.emulated:
+        pytest.skip("only the emulated NPU can switch non-determinism on")
+    from alignment.devices.emulated_npu import semantics
+
+    a = torch.randn(16, 512, generator=torch.Generator().manual_seed(0)).to(device.torch_device)
+
+    def products():
+        return [(a @ a.T).cpu() for _ in range(6)]
+
+    def all_equal(tensors):
+        return all(torch.equal(t, tensors[0]) for t in tensors)
+
+    with semantics.nondeterministic_reductions():
+        assert not all_equal(products())
+        with deterministic(4, device) as report:
+            assert all_equal(products())
+            first = torch.rand(5, device=device.torch_device).cpu()
+        with deterministic(4, device):
+            assert torch.equal(torch.rand(5, device=device.torch_device).cpu(), first)
+        assert not all_equal(products())
+    assert report.device == "npu (emulated)"
+    assert {row[0]: row[2] for row in report.rows()}["CLOSE_MATMUL_K_SHIFT"] == "1"
+
+
+@pytest.mark.npu
+def test_the_state_of_the_npus_generator_comes_back(clean_environment):
+    device = get_device("npu")
+    torch.npu.manual_seed_all(21)
+    expected = torch.rand(3, device=device.torch_device).cpu()
+    torch.npu.manual_seed_all(21)
+    with deterministic(4, device):
+        torch.rand(3, device=device.torch_device)
+    assert torch.equal(torch.rand(3, device=device.torch_device).cpu(), expected)

@@ -85,16 +85,16 @@ def test_npu_whose_import_fails_gives_the_error(monkeypatch, real_npu):
 
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(npu.importlib, "import_module", failing)
-    assert npu.availability().reason == (
-        "torch_npu does not import: libascendcl.so: cannot open shared object file"
-    )
+    assert npu.availability().reason == ("torch_npu does not import: libascendcl.so: cannot open shared object file")
 
 
 def test_npu_without_a_driver(monkeypatch, real_npu, tmp_path):
     fake_torch_npu(monkeypatch, 0)
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(npu, "ASCEND_ROOT", tmp_path)
-    assert npu.availability().reason == "torch_npu is installed but there is no Ascend driver and no /dev/davinci device"
+    assert (
+        npu.availability().reason == "torch_npu is installed but there is no Ascend driver and no /dev/davinci device"
+    )
 
 
 def test_npu_with_its_devices_hidden(monkeypatch, real_npu):

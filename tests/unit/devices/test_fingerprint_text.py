@@ -73,7 +73,13 @@ NPU_SMI_A3 = """
 
 @pytest.mark.parametrize(
     ("text", "version"),
-    [(DRIVER_INFO, "24.1.0.3"), (TOOLKIT_INFO, "8.2.RC2"), (VERSION_CFG, "8.1.RC1"), ("", None), ("nothing here", None)],
+    [
+        (DRIVER_INFO, "24.1.0.3"),
+        (TOOLKIT_INFO, "8.2.RC2"),
+        (VERSION_CFG, "8.1.RC1"),
+        ("", None),
+        ("nothing here", None),
+    ],
 )
 def test_version_of_an_ascend_information_file(text, version):
     assert fp.parse_version(text) == version
@@ -138,7 +144,10 @@ def test_nvidia_driver_version(text):
 @pytest.mark.parametrize(
     ("text", "model"),
     [
-        ("processor\t: 0\nmodel name\t: AMD EPYC 9654\n\nprocessor\t: 1\nmodel name\t: AMD EPYC 9654\n", "AMD EPYC 9654"),
+        (
+            "processor\t: 0\nmodel name\t: AMD EPYC 9654\n\nprocessor\t: 1\nmodel name\t: AMD EPYC 9654\n",
+            "AMD EPYC 9654",
+        ),
         ("processor\t: 0\nCPU implementer\t: 0x48\nCPU part\t: 0xd01\n", "Arm implementer 0x48 part 0xd01"),
         ("", None),
     ],
