@@ -30,6 +30,8 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string_view>
 #include <type_traits>
 
@@ -127,6 +129,44 @@ struct Allocator<Base, std::void_t<decltype(sizeof(Base))>> final : HostBackedAl
 };
 static Allocator<c10::DeviceAllocator> allocator;
 static const auto allocator_set = (c10::SetAllocator(kNPU, &allocator), 0);
+
+// Pinned host memory is plain host memory that remembers being asked for as pinned.
+static std::mutex pinned_mutex;
+static std::map<uintptr_t, size_t> pinned_blocks;  // first byte -> length
+
+struct PinnedAllocator final : c10::Allocator {
+  struct Owner {
+    c10::DataPtr host;
+  };
+  static void release(void* p) {
+    auto* owner = static_cast<Owner*>(p);
+    {
+      std::lock_guard<std::mutex> lock(pinned_mutex);
+      pinned_blocks.erase(reinterpret_cast<uintptr_t>(owner->host.get()));
+    }
+    delete owner;
+  }
+  c10::DataPtr allocate(size_t n) override {
+    auto host = host_bytes(n);
+    void* data = host.get();
+    if (data) {
+      std::lock_guard<std::mutex> lock(pinned_mutex);
+      pinned_blocks[reinterpret_cast<uintptr_t>(data)] = n;
+    }
+    return {data, new Owner{std::move(host)}, &release, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
+};
+static PinnedAllocator pinned_allocator;
+static bool is_pinned(const void* data) {
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  std::lock_guard<std::mutex> lock(pinned_mutex);
+  const auto next = pinned_blocks.upper_bound(address);
+  if (next == pinned_blocks.begin()) return false;
+  const auto& [first, bytes] = *std::prev(next);
+  return address < first + bytes;
+}
 
 // What an Ascend storage has and a plain one has not: a format number. The bytes stay row-major whatever it says.
 struct NpuStorage final : StorageImpl {
@@ -247,7 +287,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(DeviceIndex i) const override { return default_generator(i); }
   at::Generator getNewGenerator(DeviceIndex i) const override { return make_generator(i); }
   Device getDeviceFromPtr(void*) const override { return {kNPU, current_device}; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto* impl = storage.unsafeGetStorageImpl();
     auto data = relabel(host_bytes(bytes), bytes, storage.device().index());
@@ -672,6 +713,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
   m.impl("record_stream", &record_stream);
+  // These have a CPU kernel and a composite one that computes differently; a device gets the composite unless told.
+  for (const char* name : {"native_layer_norm", "native_group_norm"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 // A copy of a conjugate or negative view is resolved by copy_; resolving it again inside _copy_from never ends.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }

@@ -39,6 +39,9 @@ def is_available() -> bool:
     return True
 
 
+_initialized = True  # activation checkpointing looks here before it saves the random state
+
+
 def is_initialized() -> bool:
     return True
 
