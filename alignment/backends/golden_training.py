@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,45 +12,21 @@ from torch import nn
 from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, SoleRank, UpdateReport
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
-from alignment.models.precision import at_least_float32
 
 WEIGHTS, OPTIMIZER, SCHEDULE, CONFIG = "model.safetensors", "optimizer.safetensors", "schedule.json", "config.json"
 
 
-def log_probs_and_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of ``labels`` and entropy of the distribution, both in nats.
-
-    ``log p = z − logsumexp(z)`` and ``H = −Σ p · log p``, in float32 or wider. Written this way every log-probability is
-    at most 0 and every entropy at least 0 in floating point too, since each term of the sum is.
-
-    Args:
-        logits: ``[b, r, v]``, already divided by the temperature.
-        labels: ``[b, r]`` token ids.
-
-    Returns:
-        Two tensors ``[b, r]``.
-    """
-    log_p = torch.log_softmax(logits.to(at_least_float32(logits.dtype)), dim=-1)
-    return log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(dim=-1)
-
-
-def policy_outputs(model: nn.Module, micro_batch: MicroBatch, *, temperature: float) -> Outputs:
-    """``log_probs`` and ``entropy`` [b, r] of the responses, which are the last r positions of ``input_ids``.
-
-    The token at position i is predicted by the logits at i − 1, so the slice is one to the left of the responses.
-    """
-    response_length = micro_batch["responses"].shape[1]
-    logits = model(
-        micro_batch["input_ids"], attention_mask=micro_batch["attention_mask"], position_ids=micro_batch["position_ids"]
-    )
-    logits = logits[:, -response_length - 1 : -1] / temperature
-    log_probs, entropy = log_probs_and_entropy(logits, micro_batch["responses"])
-    return {"log_probs": log_probs, "entropy": entropy}
-
-
 def adamw_step(
-    parameter: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *,
-    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
 ) -> None:
     """One AdamW step in place (Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2).
 
@@ -75,14 +50,20 @@ class GoldenTrainingEngine:
     Args:
         model: any module for which ``outputs`` is defined.
         optimizer: None for a frozen model.
-        outputs: forward pass of a micro batch; :func:`policy_outputs` with the temperature bound, or the critic's.
+        outputs: what a micro batch gives: a function of model and micro batch (:mod:`alignment.rl.stages` has the policy's,
+            :mod:`alignment.rl.critic` the critic's).
         device: where micro batches are moved to (the model is already there).
         ranks: the data parallel ranks, :class:`~alignment.backends.training.SoleRank` by default.
     """
 
     def __init__(
-        self, model: nn.Module, *, optimizer: OptimizerConfig | None, outputs: Callable[[nn.Module, MicroBatch], Outputs],
-        device: torch.device | str, ranks=None,
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerConfig | None,
+        outputs: Callable[[nn.Module, MicroBatch], Outputs],
+        device: torch.device | str,
+        ranks=None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.device = torch.device(device)
@@ -104,14 +85,20 @@ class GoldenTrainingEngine:
 
     @classmethod
     def from_checkpoint(
-        cls, directory: Path | str, *, optimizer: OptimizerConfig | None, dtype: torch.dtype, device: torch.device | str,
-        temperature: float = 1.0, ranks=None,
+        cls,
+        directory: Path | str,
+        *,
+        optimizer: OptimizerConfig | None,
+        outputs: Callable[[nn.Module, MicroBatch], Outputs],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        ranks=None,
     ) -> GoldenTrainingEngine:
         """A policy that starts from the Hugging Face checkpoint in ``directory``."""
         from alignment.weights.checkpoint import load_model
 
         model = load_model(directory, dtype=dtype, device=device)
-        return cls(model, optimizer=optimizer, outputs=partial(policy_outputs, temperature=temperature), device=device, ranks=ranks)
+        return cls(model, optimizer=optimizer, outputs=outputs, device=device, ranks=ranks)
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, stage: str) -> list[dict[str, torch.Tensor]]:
         """Outputs of every micro batch without gradients, on the host. See :class:`~alignment.backends.training.TrainingEngine`."""
@@ -155,11 +142,15 @@ class GoldenTrainingEngine:
         grad_norm = float(torch.linalg.vector_norm(norms))
         if not math.isfinite(grad_norm):
             name = next(n for n, norm in zip(gradients, norms.tolist()) if not math.isfinite(norm))
-            raise InputError("the gradient is not finite", where=f"{stage} · {name}", expected="finite", found=grad_norm)
+            raise InputError(
+                "the gradient is not finite", where=f"{stage} · {name}", expected="finite", found=grad_norm
+            )
         learning_rate = self.optimizer.learning_rate(self.updates)
         self._step(gradients, grad_norm, learning_rate)
         return UpdateReport(
-            metrics=totals, grad_norm=grad_norm, learning_rate=learning_rate,
+            metrics=totals,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
             parameter_grad_norms=dict(zip(gradients, norms.tolist())) if parameter_grad_norms else {},
         )
 
@@ -222,8 +213,15 @@ class GoldenTrainingEngine:
             for name, parameter in self._trainable():
                 main = self._main[name]
                 adamw_step(
-                    main, gradients[name].mul_(scale), self._exp_avg[name], self._exp_avg_sq[name], step=self.updates,
-                    lr=learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+                    main,
+                    gradients[name].mul_(scale),
+                    self._exp_avg[name],
+                    self._exp_avg_sq[name],
+                    step=self.updates,
+                    lr=learning_rate,
+                    betas=config.betas,
+                    eps=config.eps,
+                    weight_decay=config.weight_decay,
                 )
                 if main.data_ptr() != parameter.data_ptr():
                     parameter.copy_(main)
@@ -254,7 +252,9 @@ def require_finite(outputs: Outputs, micro_batch: MicroBatch, *, stage: str) -> 
         if bad.any():
             sample, token = bad.nonzero()[0].tolist()
             raise InputError(
-                "the logits are not finite", where=f"{stage} · {name}", expected="finite numbers",
+                "the logits are not finite",
+                where=f"{stage} · {name}",
+                expected="finite numbers",
                 found=f"{tensor[sample, token].item()} at sample {sample}, response token {token} ({int(bad.sum())} in all)",
                 next_step="compare this stage's layers with the baseline from the embedding on",
             )
@@ -276,11 +276,23 @@ def _read_tensors(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str,
         raise InputError(f"the file is truncated or not safetensors ({error})", where=path) from None
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:
-        raise InputError(f"the checkpoint lacks {len(missing)} tensor(s)", where=path, expected=missing[0], found="nothing by that name")
+        raise InputError(
+            f"the checkpoint lacks {len(missing)} tensor(s)",
+            where=path,
+            expected=missing[0],
+            found="nothing by that name",
+        )
     if extra:
-        raise InputError(f"the checkpoint has {len(extra)} tensor(s) too many", where=path, expected="only known names", found=extra[0])
+        raise InputError(
+            f"the checkpoint has {len(extra)} tensor(s) too many",
+            where=path,
+            expected="only known names",
+            found=extra[0],
+        )
     for name, tensor in expected.items():
         want, have = (tuple(tensor.shape), tensor.dtype), (tuple(found[name].shape), found[name].dtype)
         if want != have:
-            raise InputError("a tensor of the checkpoint does not fit", where=f"{path} · {name}", expected=want, found=have)
+            raise InputError(
+                "a tensor of the checkpoint does not fit", where=f"{path} · {name}", expected=want, found=have
+            )
     return found

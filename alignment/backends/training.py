@@ -46,11 +46,18 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in ("constant", "cosine"):
-            raise InputError("unknown schedule", where="lr_scheduler_type", expected="constant or cosine", found=self.lr_scheduler_type)
+            raise InputError(
+                "unknown schedule",
+                where="lr_scheduler_type",
+                expected="constant or cosine",
+                found=self.lr_scheduler_type,
+            )
         if self.lr_scheduler_type == "cosine" and self.total_steps <= self.lr_warmup_steps:
             raise InputError(
-                "a cosine schedule has to know where it ends", where="total_steps",
-                expected=f"more than lr_warmup_steps = {self.lr_warmup_steps}", found=self.total_steps,
+                "a cosine schedule has to know where it ends",
+                where="total_steps",
+                expected=f"more than lr_warmup_steps = {self.lr_warmup_steps}",
+                found=self.total_steps,
             )
 
     def learning_rate(self, update: int) -> float:
@@ -138,14 +145,19 @@ class ProcessGroupRanks:
         device_kind: decides the communication library.
     """
 
-    def __init__(self, *, rank: int, world_size: int, init_method: str, device_kind: str, timeout_seconds: float = 120.0) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, init_method: str, device_kind: str, timeout_seconds: float = 120.0
+    ) -> None:
         import datetime
 
         import torch.distributed as dist
 
         backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device_kind]
         dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=world_size,
+            backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
         self.rank, self.world_size = rank, world_size
@@ -162,3 +174,9 @@ class ProcessGroupRanks:
             dist.all_reduce(flat)
             for tensor, piece in zip(group, flat.split([t.numel() for t in group])):
                 tensor.copy_(piece.view_as(tensor))
+
+    def close(self) -> None:
+        """Leaves the group."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group()

@@ -27,7 +27,9 @@ RESUME_MODES = ("disable", "auto", "resume_path")
 _FINISHED, _UNFINISHED = "global_step_", ".unfinished_global_step_"
 
 
-def save(root: Path, step: int, *, state: Mapping[str, Any], write: Callable[[Path], None], keep: int | None = None) -> Path:
+def save(
+    root: Path, step: int, *, state: Mapping[str, Any], write: Callable[[Path], None], keep: int | None = None
+) -> Path:
     """Saves a checkpoint of ``step``: all of it or, when the process dies on the way, none of it.
 
     Args:
@@ -73,17 +75,23 @@ def find(root: Path, *, resume_mode: str, resume_from_path: str | None = None) -
         InputError: another mode, no path in mode ``resume_path``, or a path that is no checkpoint.
     """
     if resume_mode not in RESUME_MODES:
-        raise InputError("unknown resume mode", where="trainer.resume_mode", expected=" | ".join(RESUME_MODES), found=resume_mode)
+        raise InputError(
+            "unknown resume mode", where="trainer.resume_mode", expected=" | ".join(RESUME_MODES), found=resume_mode
+        )
     if resume_mode == "disable":
         return None
     if resume_mode == "auto":
         steps = finished(root)
         return Path(root) / f"{_FINISHED}{steps[-1]}" if steps else None
     if not resume_from_path:
-        raise InputError("resume_mode=resume_path needs the path", where="trainer.resume_from_path", expected=f"…/{_FINISHED}<N>")
+        raise InputError(
+            "resume_mode=resume_path needs the path", where="trainer.resume_from_path", expected=f"…/{_FINISHED}<N>"
+        )
     path = Path(resume_from_path)
     if not path.name.startswith(_FINISHED) or not (path / STATE).is_file():
-        raise InputError("there is no finished checkpoint", where=path, expected=f"a directory {_FINISHED}<N> with {STATE}")
+        raise InputError(
+            "there is no finished checkpoint", where=path, expected=f"a directory {_FINISHED}<N> with {STATE}"
+        )
     return path
 
 
@@ -103,7 +111,8 @@ def read_state(path: Path, *, config: Mapping[str, Any]) -> dict[str, Any]:
     differing = sorted(k for k in saved.keys() | config.keys() if saved.get(k) != config.get(k))
     if differing:
         raise InputError(
-            "the checkpoint belongs to another configuration", where=path,
+            "the checkpoint belongs to another configuration",
+            where=path,
             expected=", ".join(f"{k}={saved.get(k)}" for k in differing[:3]),
             found=", ".join(f"{k}={config.get(k)}" for k in differing[:3]),
             next_step="resume with the configuration of the checkpoint, or start anew with trainer.resume_mode=disable",
@@ -144,7 +153,9 @@ def load_rng(path: Path) -> None:
     gauss = tensors["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))
     *keys, position, has_gauss = tensors["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, tensors["numpy_gauss"].item()))
+    np.random.set_state(
+        ("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, tensors["numpy_gauss"].item())
+    )
     torch.set_rng_state(tensors["torch"])
     for kind, module in _accelerators():
         if kind in tensors:

@@ -59,7 +59,9 @@ class RecordedRollouts:
         contract = CONTRACTS["rollout"]
         names = [n for n in contract.adds + contract.optional if n in rollout]
         tensors = {n: rollout[n].cpu().contiguous().clone() for n in names}
-        write_atomically(self._path(step, attempt), lambda path: save_file(tensors, path, metadata={"prompts": _digest(rollout)}))
+        write_atomically(
+            self._path(step, attempt), lambda path: save_file(tensors, path, metadata={"prompts": _digest(rollout)})
+        )
 
     def load(self, step: int, attempt: int, prompts: Batch) -> Batch:
         """``prompts`` with the recorded responses.
@@ -78,8 +80,11 @@ class RecordedRollouts:
             raise InputError(f"a recorded rollout cannot be read ({error})", where=path) from None
         if recorded_for != _digest(prompts):
             raise InputError(
-                "the rollout was recorded for other prompts", where=path, expected=f"prompts {_digest(prompts)[:12]}",
-                found=f"prompts {str(recorded_for)[:12]}", next_step=f"record anew after removing {self.directory}",
+                "the rollout was recorded for other prompts",
+                where=path,
+                expected=f"prompts {_digest(prompts)[:12]}",
+                found=f"prompts {str(recorded_for)[:12]}",
+                next_step=f"record anew after removing {self.directory}",
             )
         return prompts.add(tensors)
 
@@ -92,7 +97,8 @@ class RecordedRollouts:
         differing = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
         if differing:
             raise InputError(
-                "the recorded rollouts are stale: they belong to another run", where=self.directory,
+                "the recorded rollouts are stale: they belong to another run",
+                where=self.directory,
                 expected=", ".join(f"{k}={expected.get(k)}" for k in differing),
                 found=", ".join(f"{k}={found.get(k)}" for k in differing),
                 next_step=f"point rollout.skip_dump_dir elsewhere, or remove {self.directory} to record anew",

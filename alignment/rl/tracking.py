@@ -36,7 +36,9 @@ class Tracker:
         self._files = {name: open(self.directory / name, "a", encoding="utf-8") for name in SERIES}
         self._board = _tensorboard_writer(self.directory / "tensorboard", resume_step) if tensorboard else None
 
-    def log(self, step: int, *, metrics: Mapping[str, float], groups: Mapping[str, Any], timings: Mapping[str, float]) -> None:
+    def log(
+        self, step: int, *, metrics: Mapping[str, float], groups: Mapping[str, Any], timings: Mapping[str, float]
+    ) -> None:
         """Writes the lines of one finished step.
 
         Raises:
@@ -44,7 +46,9 @@ class Tracker:
         """
         for name, value in metrics.items():
             if not math.isfinite(value):
-                raise InputError("a metric is not finite", where=f"step {step} · {name}", expected="a finite number", found=value)
+                raise InputError(
+                    "a metric is not finite", where=f"step {step} · {name}", expected="a finite number", found=value
+                )
         for name, line in ((METRICS, metrics), (GROUPS, groups), (TIMINGS, timings)):
             text = json.dumps({"step": step, **line}, sort_keys=True, allow_nan=False)
             self._files[name].write(text + "\n")
@@ -69,7 +73,12 @@ def read_series(path: Path) -> list[dict[str, Any]]:
     """
     lines, torn = _lines(path)
     if torn is not None:
-        raise InputError("the series ends in a torn line", where=path, found=torn[:80], next_step="resume the run, or cut the line off")
+        raise InputError(
+            "the series ends in a torn line",
+            where=path,
+            found=torn[:80],
+            next_step="resume the run, or cut the line off",
+        )
     return lines
 
 
@@ -103,5 +112,7 @@ def _tensorboard_writer(directory: Path, resume_step: int):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise InputError(f"TensorBoard cannot be loaded ({error})", where="trainer.logger", next_step="pip install tensorboard") from None
+        raise InputError(
+            f"TensorBoard cannot be loaded ({error})", where="trainer.logger", next_step="pip install tensorboard"
+        ) from None
     return SummaryWriter(str(directory), purge_step=resume_step + 1)

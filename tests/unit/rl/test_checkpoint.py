@@ -43,7 +43,9 @@ def test_the_three_resume_modes(tmp_path):
         checkpoint.find(tmp_path, resume_mode="resume_path")
     with pytest.raises(InputError, match="there is no finished checkpoint; expected a directory global_step_<N>"):
         checkpoint.find(tmp_path, resume_mode="resume_path", resume_from_path=str(tmp_path))
-    with pytest.raises(InputError, match="trainer.resume_mode: unknown resume mode; expected disable | auto | resume_path; found maybe"):
+    with pytest.raises(
+        InputError, match="trainer.resume_mode: unknown resume mode; expected disable | auto | resume_path; found maybe"
+    ):
         checkpoint.find(tmp_path, resume_mode="maybe")
 
 
@@ -115,9 +117,21 @@ def test_the_generators_continue_where_they_were(tmp_path):
     for draw in range(3):
         random.gauss(0, 1), np.random.randn(), torch.randn(3)
     checkpoint.save_rng(tmp_path / "rng.safetensors")
-    expected = [random.gauss(0, 1), random.random(), np.random.randn(), np.random.randint(1000), torch.randn(4).tolist()]
+    expected = [
+        random.gauss(0, 1),
+        random.random(),
+        np.random.randn(),
+        np.random.randint(1000),
+        torch.randn(4).tolist(),
+    ]
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     checkpoint.load_rng(tmp_path / "rng.safetensors")
-    assert [random.gauss(0, 1), random.random(), np.random.randn(), np.random.randint(1000), torch.randn(4).tolist()] == expected
+    assert [
+        random.gauss(0, 1),
+        random.random(),
+        np.random.randn(),
+        np.random.randint(1000),
+        torch.randn(4).tolist(),
+    ] == expected
     with pytest.raises(InputError, match="lacks the state of the generators"):
         checkpoint.load_rng(tmp_path / "absent.safetensors")

@@ -19,11 +19,16 @@ def rollout() -> Batch:
     batch = prompts()
     responses = torch.arange(8).reshape(4, 2)
     mask = torch.ones_like(responses)
-    return batch.add({
-        "responses": responses, "response_mask": mask, "input_ids": torch.cat([batch["prompts"], responses], 1),
-        "attention_mask": torch.ones(4, 5, dtype=torch.int64), "position_ids": torch.arange(5).repeat(4, 1),
-        "rollout_log_probs": -torch.rand(4, 2, generator=torch.Generator().manual_seed(0)),
-    })
+    return batch.add(
+        {
+            "responses": responses,
+            "response_mask": mask,
+            "input_ids": torch.cat([batch["prompts"], responses], 1),
+            "attention_mask": torch.ones(4, 5, dtype=torch.int64),
+            "position_ids": torch.arange(5).repeat(4, 1),
+            "rollout_log_probs": -torch.rand(4, 2, generator=torch.Generator().manual_seed(0)),
+        }
+    )
 
 
 def test_what_was_recorded_is_found_and_loaded_bit_for_bit(tmp_path):
@@ -46,7 +51,10 @@ def test_a_stale_record_is_refused_and_kept(tmp_path, change):
     [(name, value)] = change.items()
     with pytest.raises(InputError) as error:
         RecordedRollouts(tmp_path, key={**KEY, **change})
-    assert f"the recorded rollouts are stale: they belong to another run; expected {name}={value}; found {name}={KEY[name]}" in str(error.value)
+    assert (
+        f"the recorded rollouts are stale: they belong to another run; expected {name}={value}; found {name}={KEY[name]}"
+        in str(error.value)
+    )
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 

@@ -12,7 +12,9 @@ from alignment.rl.tracking import GROUPS, METRICS, TIMINGS, Tracker, keep_steps,
 def write_steps(directory, steps, *, resume_step=0, value=lambda step: 0.1 * step):
     tracker = Tracker(directory, resume_step=resume_step)
     for step in steps:
-        tracker.log(step, metrics={"actor/pg_loss": value(step)}, groups={"prompt_ids": ["a"]}, timings={"rollout": step / 7})
+        tracker.log(
+            step, metrics={"actor/pg_loss": value(step)}, groups={"prompt_ids": ["a"]}, timings={"rollout": step / 7}
+        )
     tracker.close()
 
 

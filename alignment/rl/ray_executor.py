@@ -1,0 +1,262 @@
+"""Workers as Ray actors. The only file that imports ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from alignment.errors import InputError
+from alignment.rl.batch import Batch
+from alignment.rl.executor import Placement, WorkerGroup, join, run_setup, shares
+from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
+
+BUCKET_BYTES = 64 << 20
+# What decides how a worker computes has to reach it whatever process started the Ray cluster.
+FORWARDED = (
+    "ALIGNMENT_",
+    "ASCEND_",
+    "ATB_",
+    "CLOSE_MATMUL_",
+    "CUBLAS_",
+    "EMU_NPU_",
+    "HCCL_",
+    "LCCL_",
+    "OMP_",
+    "PYTORCH_",
+    "VLLM_",
+)
+_GRACE_SECONDS = 5.0
+
+
+class Rank:
+    """One actor process: builds its worker and runs what the group asks for."""
+
+    def __init__(self, worker_setup: str | None) -> None:
+        run_setup(worker_setup)
+        self._worker: Worker | None = None
+
+    def rendezvous(self) -> str:
+        """An address on this node where rank 0 can listen."""
+        import socket
+
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def build(
+        self, setting: WorkerSetting, roles: tuple[str, ...], rank: int, world_size: int, rendezvous: str | None
+    ) -> None:
+        """Brings up the worker of this process."""
+        self._worker = Worker(setting, roles=roles, rank=rank, world_size=world_size, rendezvous=rendezvous)
+
+    def run(self, stage: str, batch: Batch | None, arguments: Mapping[str, Any]) -> Any:
+        """Runs one stage."""
+        method = getattr(self._worker, stage)
+        return method(**arguments) if batch is None else method(batch, **arguments)
+
+    def pipe(self, produce: str, consume: str) -> None:
+        """Streams from one stage of this worker into another, without a copy."""
+        getattr(self._worker, consume)(getattr(self._worker, produce)())
+
+    def produce(self, stage: str) -> list:
+        """Puts the tensors that ``stage`` yields into the object store, in buckets, and answers with their references."""
+        import ray
+
+        references, bucket, size = [], [], 0
+        for name, tensor in getattr(self._worker, stage)():
+            bucket.append((name, tensor.detach().cpu()))
+            size += tensor.numel() * tensor.element_size()
+            if size >= BUCKET_BYTES:
+                references.append(ray.put(bucket))
+                bucket, size = [], 0
+        if bucket:
+            references.append(ray.put(bucket))
+        return references
+
+    def consume(self, stage: str, references: Sequence[Any]) -> None:
+        """Feeds ``stage`` from the buckets, one at a time."""
+        import ray
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            for reference in references:
+                yield from ray.get(reference)
+
+        getattr(self._worker, stage)(stream())
+
+    def close(self) -> None:
+        """Closes the worker."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+class RayGroup:
+    """The actors of one placement group of roles, by rank. See :class:`~alignment.rl.executor.WorkerGroup`."""
+
+    def __init__(self, actors: Sequence[Any], roles: tuple[str, ...], *, balance: bool = False) -> None:
+        self.actors, self.roles, self.world_size, self.balance = list(actors), roles, len(actors), balance
+
+    def call(self, stage: str, batch: Batch | None = None, **arguments: Any) -> Any:
+        """Runs the stage on every rank; see :class:`~alignment.rl.executor.WorkerGroup`."""
+        dispatch = dispatch_of(stage)
+        if batch is None or dispatch is Dispatch.EVERY:
+            return self._gather(stage, [a.run.remote(stage, batch, arguments) for a in self.actors])
+        mini_batches = arguments.get("mini_batches", 1)
+        partition = shares(stage, batch, self.world_size, mini_batches=mini_batches, balance=self.balance)
+        answers = self._gather(
+            stage, [a.run.remote(stage, batch[list(rows)], arguments) for a, rows in zip(self.actors, partition.parts)]
+        )
+        return join(partition, answers) if dispatch is Dispatch.SPLIT else answers
+
+    def stream(self, produce: str, to: WorkerGroup, consume: str) -> None:
+        """Streams tensors from ``produce`` here into ``consume`` of every rank of ``to``."""
+        if to is self:
+            self._gather(produce, [a.pipe.remote(produce, consume) for a in self.actors])
+            return
+        [references] = self._gather(produce, [self.actors[0].produce.remote(produce)])
+        to._gather(consume, [a.consume.remote(consume, references) for a in to.actors])
+
+    def _gather(self, stage: str, references: Sequence[Any]) -> list[Any]:
+        """The answers by rank; the first failure ends the wait, so that no rank is waited for that can never answer."""
+        import ray
+
+        pending, results = {ref: rank for rank, ref in enumerate(references)}, [None] * len(references)
+        while pending:
+            [ready], _ = ray.wait(list(pending), num_returns=1)
+            rank = pending.pop(ready)
+            try:
+                results[rank] = ray.get(ready)
+            except ray.exceptions.RayError as error:
+                self._raise(stage, {rank: error, **self._other_failures(pending)})
+        return results
+
+    def _other_failures(self, pending: Mapping[Any, int]) -> dict[int, Exception]:
+        """Failures of the other ranks within a grace period: a rank that lost its peer often reports before the dead one."""
+        import ray
+
+        failures = {}
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_GRACE_SECONDS) if pending else ([], [])
+        for reference in ready:
+            try:
+                ray.get(reference)
+            except ray.exceptions.RayError as error:
+                failures[pending[reference]] = error
+        return failures
+
+    def _raise(self, stage: str, failures: Mapping[int, Exception]) -> None:
+        import ray
+
+        for rank, error in failures.items():
+            if isinstance(error, ray.exceptions.RayActorError):
+                raise InputError(
+                    "a worker process died",
+                    where=f"{stage} · {', '.join(self.roles)} · rank {rank}",
+                    expected="an answer",
+                    found=str(error).strip().splitlines()[0],
+                    next_step="continue from the last checkpoint with trainer.resume_mode=auto",
+                ) from None
+        causes = [getattr(error, "cause", None) or error for error in failures.values()]
+        # A clear refusal on one rank outweighs the broken connection it leaves on the others.
+        cause = next((c for c in causes if isinstance(c, InputError)), causes[0])
+        raise cause from (None if isinstance(cause, InputError) else next(iter(failures.values())))
+
+
+class RayExecutor:
+    """Starts every rank as a Ray actor, on a local cluster of its own unless one is already connected.
+
+    Args:
+        worker_setup: ``module:function`` that every worker process calls before anything else; None for nothing.
+        address: of a running cluster; None starts a local one (or uses the one this process is connected to).
+        debug: show the output of the workers.
+    """
+
+    def __init__(self, *, worker_setup: str | None = None, address: str | None = None, debug: bool = False) -> None:
+        self._worker_setup, self._address, self._debug = worker_setup, address, debug
+        self._actors: list[Any] = []
+        self._started_ray = False
+
+    def start(self, setting: WorkerSetting, placement: Placement) -> Mapping[str, WorkerGroup]:
+        """See :class:`~alignment.rl.executor.Executor`. Workers of all groups are brought up at the same time.
+
+        Raises:
+            UnavailableError: Ray is not installed.
+            InputError: a worker cannot be brought up.
+        """
+        ray = self._connect()
+        remote = ray.remote(Rank).options(
+            num_cpus=0, max_restarts=0, runtime_env={"env_vars": worker_environment(placement)}
+        )
+        groups: dict[str, WorkerGroup] = {}
+        building = []
+        for roles in placement.groups():
+            actors = [remote.remote(self._worker_setup) for _ in range(placement.world_size)]
+            group = RayGroup(actors, roles, balance=placement.balance)
+            self._actors += group.actors
+            groups.update(dict.fromkeys(roles, group))
+            building.append(group)
+        for group in building:
+            [rendezvous] = (
+                group._gather("start", [group.actors[0].rendezvous.remote()]) if group.world_size > 1 else [None]
+            )
+            group.building = [
+                actor.build.remote(setting, group.roles, rank, group.world_size, rendezvous)
+                for rank, actor in enumerate(group.actors)
+            ]
+        for group in building:
+            group._gather("start", group.building)
+        return groups
+
+    def shutdown(self) -> None:
+        """Ends the workers, and the cluster where this executor started it."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+        if self._started_ray:
+            ray.shutdown()
+            self._started_ray = False
+
+    def _connect(self):
+        # Both are read when ray is imported or started: no call home, and devices stay visible to actors that reserve none.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+        except ImportError as error:
+            from alignment.errors import UnavailableError
+
+            raise UnavailableError(
+                f"Ray cannot be loaded ({error})",
+                where="executor ray",
+                next_step="pip install ray, or use executor=inprocess",
+            ) from None
+        if not ray.is_initialized():
+            ray.init(
+                address=self._address,
+                include_dashboard=False,
+                log_to_driver=self._debug,
+                logging_level=logging.INFO if self._debug else logging.ERROR,
+                **({} if self._address else {"object_store_memory": 256 << 20}),
+            )
+            self._started_ray = True
+        return ray
+
+
+def worker_environment(placement: Placement) -> dict[str, str]:
+    """The variables every worker gets: what decides how it computes, and its share of the cores.
+
+    Ranks of one group work at the same time, groups one after the other; so colocated and separate workers get alike.
+    """
+    forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
+    return {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.world_size)),
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+        **forwarded,
+    }

@@ -1,0 +1,536 @@
+"""The DAPO trainer: the driver of a training run, readable from top to bottom in the order of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import alignment
+from alignment.errors import InputError, UnavailableError
+from alignment.files import read_json, write_json
+from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun, CurveStep
+from alignment.numerics.random import portable_key, portable_permutation
+from alignment.rl import checkpoint
+from alignment.rl.advantages import compute_advantages
+from alignment.rl.aggregation import Counts
+from alignment.rl.batch import Batch
+from alignment.rl.batching import mini_batches
+from alignment.rl.config import DEVICE_ONLY_FIELDS, TrainConfig, flatten
+from alignment.rl.contracts import CONTRACTS, check, check_untouched
+from alignment.rl.data import Prompt, PromptSampler, PromptSet, from_parquet, prompt_batch
+from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement, WorkerGroup
+from alignment.rl.filtering import DynamicSampling
+from alignment.rl.kl import KlController
+from alignment.rl.metrics import add_shares, batch_metrics, log_prob_gap, mean_over_updates, sampling_metrics
+from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
+from alignment.rl.tokenizer import Tokenizer
+from alignment.rl.tracking import GROUPS, METRICS, Tracker, read_series
+from alignment.rl.worker import WorkerSetting
+
+SOURCE_ROOT = Path(alignment.__file__).resolve().parent.parent
+RUN = "run.json"
+CONFIG = "config.json"
+GAP = "training/rollout_log_probs_abs_diff_mean"
+# A resumed run may go on for longer, and may save and log otherwise; everything else has to be what it was.
+FREE_ON_RESUME = DEVICE_ONLY_FIELDS | {"trainer.total_training_steps", "trainer.total_epochs"}
+# Two runs are comparable when they compute the same thing; seed and layout are what comparisons vary.
+FREE_IN_COMPARISON = DEVICE_ONLY_FIELDS | {
+    "trainer.seed", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.colocate", "trainer.deterministic",
+    "trainer.curve_gate", "engine.train", "engine.rollout", "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.load_format", "actor_rollout_ref.rollout.skip.enable",
+    "actor_rollout_ref.rollout.free_cache_engine",
+}  # fmt: skip
+
+
+class Progress(Protocol):
+    """What a command line needs to draw a running bar."""
+
+    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
+        """A stage begins."""
+
+    def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """A step has ended and its metrics are on disk."""
+
+
+class Silence:
+    """No progress."""
+
+    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
+        """Nothing."""
+
+    def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A finished run: its directory and what it wrote, one entry per step."""
+
+    directory: Path
+    metrics: list[dict[str, float]]
+    curve: CurveRun
+
+
+class DapoTrainer:
+    """Trains a policy by DAPO, GRPO or PPO, whichever the configuration describes.
+
+    Args:
+        config: the configuration.
+        groups: worker group of each role.
+        prompts: what it trains on.
+        tokenizer: of the policy.
+        tracker: where metrics go.
+        checkpoints: directory of checkpoints.
+        recorded: recorded rollouts to replay or to write, or None.
+        generates: whether the workers have an inference engine.
+        progress: told about stages and steps.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        groups: Mapping[str, WorkerGroup],
+        prompts: PromptSet,
+        tokenizer: Tokenizer,
+        tracker: Tracker,
+        checkpoints: Path,
+        recorded: RecordedRollouts | None = None,
+        generates: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config, self.groups, self.tokenizer, self.tracker = config, groups, tokenizer, tracker
+        self.checkpoints, self.recorded, self.generates = checkpoints, recorded, generates
+        self.progress = progress or Silence()
+        filtering, data = config.algorithm.filter_groups, config.data
+        regenerates = filtering.enable and filtering.mode == "regenerate"
+        self.sampler = PromptSampler(
+            prompts,
+            batch_size=data.gen_batch_size if regenerates else data.train_batch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+        )
+        self.total_steps = total_steps(config, prompts)
+        self.step = 0
+        control = config.algorithm.kl_ctrl
+        self.kl = KlController(
+            kind=control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
+        )
+        self.timings: dict[str, float] = {}
+
+    def fit(self) -> None:
+        """Trains from the present step to the last one."""
+        if self.step < self.total_steps:
+            self._sync_weights()
+        while self.step < self.total_steps:
+            self.step += 1
+            self.timings = {}
+            with self._timed("step"):
+                metrics, groups = self._train_step()
+            self.tracker.log(self.step, metrics=metrics, groups=groups, timings=self.timings)
+            self._save_if_due()
+            self.progress.on_step(self.step, self.total_steps, metrics, self.timings)
+
+    def resume(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Continues from the checkpoint at ``path``, whose trainer state is ``state``."""
+        self.step = state["step"]
+        self.kl.value = state["kl_coef"]
+        self.sampler.load_state_dict(state["data"])
+        for group in self._distinct_groups():
+            group.call("load", directory=str(path))
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def _train_step(self) -> tuple[dict[str, float], dict[str, Any]]:
+        config = self.config
+        batch, generated, sampling = self._collect()
+        batch = self._stage("actor", "old_log_prob", batch, require=("entropys",))
+        if config.use_reference:
+            batch = self._stage("reference", "ref_log_prob", batch)
+        if config.use_critic:
+            batch = self._stage("critic", "values", batch)
+        batch, metrics = self._advantage(batch)
+        metrics |= batch_metrics(batch) | sampling_metrics(sampling, batch)
+        if "rollout_log_probs" in batch:
+            metrics |= log_prob_gap(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+        if config.use_critic:
+            metrics |= self._update("critic", batch)
+        metrics |= self._update("actor", batch)
+        self._sync_weights()
+        return metrics, group_statistics(self.step, generated, sampling, metrics)
+
+    def _collect(self) -> tuple[Batch, Batch, DynamicSampling]:
+        """Prompts → rollout → reward, again until enough groups qualify where dynamic sampling is on.
+
+        Returns what is trained on, what the curves are drawn from, and how it was filtered.
+        """
+        filtering, data = self.config.algorithm.filter_groups, self.config.data
+        sampling = DynamicSampling(
+            filtering, train_batch_size=data.train_batch_size, gen_batch_size=data.gen_batch_size
+        )
+        rounds: list[Batch] = []
+        while count := sampling.prompts_wanted():
+            rounds.append(self._generate_and_score(self._next_prompts(count, sampling), attempt=len(rounds)))
+            sampling.offer(rounds[-1])
+        # How much of a reserve is used depends on the outcome: with it two devices could not be paired.
+        shown = rounds[:1] if filtering.mode == "reserve" else rounds
+        return sampling.take(), Batch.concat(shown), sampling
+
+    def _next_prompts(self, count: int, sampling: DynamicSampling) -> Sequence[Prompt]:
+        filtering = self.config.algorithm.filter_groups
+        if sampling.rounds and filtering.mode == "reserve":
+            used = sampling.prompts_drawn - self.config.data.train_batch_size
+            return self.sampler.reserve(self.step, filtering.reserve_size)[used : used + count]
+        return self.sampler.next_batch()
+
+    def _generate_and_score(self, prompts: Sequence[Prompt], *, attempt: int) -> Batch:
+        batch = self._expand(prompts, attempt)
+        if self.recorded is not None and self.recorded.has(self.step, attempt):
+            with self._timed("rollout"):
+                batch = self.recorded.load(self.step, attempt, batch)
+            check("rollout", batch)
+        else:
+            batch = self._stage("rollout", "rollout", batch)
+            if self.recorded is not None:
+                self.recorded.save(self.step, attempt, batch)
+        return self._stage("reward", "reward", batch)
+
+    def _expand(self, prompts: Sequence[Prompt], attempt: int) -> Batch:
+        """Every prompt n times, each sample with the key its draws follow from."""
+        n = self.config.actor_rollout_ref.rollout.n
+        batch = prompt_batch(
+            prompts, pad_token_id=self.tokenizer.pad_token_id, prompt_length=self.config.data.max_prompt_length
+        )
+        # A prompt may come up in two attempts of one step; its groups are two.
+        batch = batch.add(meta={"uid": [f"{p}@{attempt}" for p in batch["prompt_id"]]}).repeat(n)
+        keys = [portable_key(self.step, attempt, p, i % n) for i, p in enumerate(batch["prompt_id"])]
+        facts = {
+            "n": n,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "step": self.step,
+        }
+        return batch.add(meta={"sample_key": keys}, info=facts)
+
+    def _stage(self, role: str, stage: str, batch: Batch, *, require: Sequence[str] = ()) -> Batch:
+        """Sends what the stage reads to its workers, checks the contract on both ends and takes over what it added."""
+        contract = CONTRACTS[stage]
+        meta = tuple(dict.fromkeys((*contract.meta_reads, *batch.meta)))
+        sent = batch.select([*contract.reads, *(m for m in meta if m in batch)])
+        check(stage, sent, moment="before")
+        with self._timed(stage):
+            answer = self.groups[role].call(stage, sent)
+        check_untouched(stage, sent, answer)
+        batch = batch.add(
+            {k: v for k, v in answer.tensors.items() if k not in sent},
+            {k: v for k, v in answer.meta.items() if k not in sent},
+        )
+        check(stage, batch, require=require)
+        return batch
+
+    def _advantage(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        needed = ("old_log_probs", "ref_log_prob") if self.config.algorithm.use_kl_in_reward else ()
+        check("advantage", batch, moment="before", require=needed + (("values",) if self.config.use_critic else ()))
+        with self._timed("advantage"):
+            batch, metrics = compute_advantages(batch, self.config.algorithm, kl_coef=self.kl.value)
+        check("advantage", batch)
+        if self.config.algorithm.use_kl_in_reward:
+            self.kl.update(metrics["actor/reward_kl_penalty"], len(batch))
+        return batch, metrics
+
+    def _update(self, role: str, batch: Batch) -> dict[str, float]:
+        """Epochs over mini batches, one optimizer step each."""
+        stage, settings = (
+            f"update_{role}",
+            self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor,
+        )
+        require = ("ref_log_prob",) if role == "actor" and self.config.actor_rollout_ref.actor.use_kl_loss else ()
+        check(stage, batch, moment="before", require=require)
+        contract, updates = CONTRACTS[stage], []
+        batch = batch.select([*(f for f in (*contract.reads, *contract.optional) if f in batch), *contract.meta_reads])
+        size = settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        with self._timed(stage):
+            for epoch in range(settings.ppo_epochs):
+                order = None
+                if settings.shuffle:
+                    stream = f"{stage}/{self.step}/{epoch}"
+                    order = portable_permutation(len(batch), seed=self.config.trainer.seed, stream=stream).tolist()
+                minis = mini_batches(len(batch), size, order=order).split(batch)
+                counts = [Counts.of(mini["response_mask"]) for mini in minis]
+                by_rank = self.groups[role].call(stage, Batch.concat(minis), mini_batches=len(minis), counts=counts)
+                updates += [one_update(role, reports) for reports in zip(*by_rank, strict=True)]
+        return mean_over_updates(updates)
+
+    def _sync_weights(self) -> None:
+        if self.generates:
+            with self._timed("weight_sync"):
+                self.groups["actor"].stream("export_weights", self.groups["rollout"], "load_weights")
+
+    # --- around the steps --------------------------------------------------------------------------------------------
+
+    def _save_if_due(self) -> None:
+        frequency, last = self.config.trainer.save_freq, self.step == self.total_steps
+        if not (frequency and last) and not (frequency > 0 and self.step % frequency == 0):
+            return
+        state = {"config": resume_fingerprint(self.config), "data": self.sampler.state_dict(), "kl_coef": self.kl.value}
+
+        def write(directory: Path) -> None:
+            for group in self._distinct_groups():
+                group.call("save", directory=str(directory.resolve()))
+
+        with self._timed("save"):
+            checkpoint.save(self.checkpoints, self.step, state=state, write=write)
+
+    def _distinct_groups(self) -> list[WorkerGroup]:
+        return list({id(g): g for g in self.groups.values()}.values())
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        self.progress.on_stage(self.step, self.total_steps, stage)
+        start = time.perf_counter()
+        yield
+        self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
+
+
+def group_statistics(
+    step: int, generated: Batch, sampling: DynamicSampling, metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """The line of a step in ``groups.jsonl``: per-prompt statistics of what was generated, before any filter."""
+    scalars = {"kept_fraction": sampling.kept_fraction, "generation_batches": sampling.rounds}
+    if GAP in metrics:
+        scalars["log_prob_gap"] = metrics[GAP]
+    curve = CurveStep.from_samples(
+        step=step,
+        prompt_ids=generated["prompt_id"],
+        uids=generated["uid"],
+        scalars=scalars,
+        values={
+            "reward": generated["token_level_scores"].sum(1).tolist(),
+            "score": generated["score"],
+            "correctness": generated["acc"],
+            "response_length": generated["response_mask"].sum(1).tolist(),
+        },
+    )
+    return dataclasses.asdict(curve)
+
+
+def one_update(role: str, reports: Sequence[Any]) -> dict[str, float]:
+    """Metrics of one optimizer step from the reports of its ranks: shares add up, the rest is equal on every rank."""
+    shares = add_shares(report.metrics for report in reports)
+    return {**shares, f"{role}/grad_norm": reports[0].grad_norm, f"{role}/lr": reports[0].learning_rate}
+
+
+def total_steps(config: TrainConfig, prompts: PromptSet) -> int:
+    """Training steps of the run: as configured, else all of ``total_epochs``."""
+    return config.trainer.total_training_steps or config.trainer.total_epochs * (
+        len(prompts) // config.data.train_batch_size
+    )
+
+
+def resume_fingerprint(config: TrainConfig) -> dict[str, Any]:
+    """Everything that has to be equal for a run to be continued, flat."""
+    schedules = {config.actor_rollout_ref.actor.optim.lr_scheduler_type, config.critic.optim.lr_scheduler_type}
+    free = FREE_ON_RESUME if schedules == {"constant"} else DEVICE_ONLY_FIELDS
+    return {k: v for k, v in flatten(config.to_dict()).items() if k not in free}
+
+
+def comparison_fingerprint(config: TrainConfig, *, model: str, data: str) -> str:
+    """SHA-256 over everything that has to be equal for two runs' curves to be comparable, weights and data included."""
+    fields = {k: v for k, v in flatten(config.to_dict()).items() if k not in FREE_IN_COMPARISON}
+    text = json.dumps({"config": fields, "model": model, "data": data}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def run_dapo(
+    config: TrainConfig,
+    *,
+    run_dir: Path,
+    executor: str | Executor = "inprocess",
+    device: str | None = None,
+    progress: Progress | None = None,
+    worker_setup: str | None = None,
+    weights: str | None = None,
+) -> RunResult:
+    """A whole training run in ``run_dir``.
+
+    Writes ``config.json``, ``run.json``, ``metrics.jsonl``, ``groups.jsonl``, ``timings.jsonl`` and, where asked,
+    ``tensorboard/``; checkpoints go to ``trainer.default_local_dir`` (below ``run_dir`` unless absolute).
+
+    Args:
+        config: the configuration.
+        run_dir: directory of the run; resumed from where ``trainer.resume_mode`` says so.
+        executor: ``ray``, ``inprocess``, or an executor.
+        device: overrides ``trainer.device``.
+        progress: told about stages and steps.
+        worker_setup: ``module:function`` that every worker process calls first.
+        weights: first weights from another checkpoint than ``model.path``.
+
+    Raises:
+        InputError: anything that cannot work, before a step is taken where it can be known.
+    """
+    run_dir = Path(run_dir)
+    config = located(config)
+    device = device or config.trainer.device
+    tokenizer = Tokenizer(Path(config.actor_rollout_ref.model.path))
+    prompts = load_prompts(config, tokenizer)
+    model_hash = hash_checkpoint(Path(weights or config.actor_rollout_ref.model.path))
+    checkpoints = run_dir / config.trainer.default_local_dir
+    found = checkpoint.find(
+        checkpoints, resume_mode=config.trainer.resume_mode, resume_from_path=config.trainer.resume_from_path
+    )
+    state = checkpoint.read_state(found, config=resume_fingerprint(config)) if found else None
+    steps = total_steps(config, prompts)
+    recorded = open_record(config, run_dir, model=model_hash, data=prompts.content_hash)
+    generates = recorded is None or recorded.steps() < steps
+    setting = WorkerSetting(config=config, device=device, total_steps=steps, generates=generates, weights=weights)
+    if isinstance(executor, str):
+        executor = make_executor(executor, worker_setup=worker_setup)
+    try:
+        groups = executor.start(setting, placement(config))
+        about = groups["actor"].call("describe")
+        tracker = Tracker(
+            run_dir, resume_step=state["step"] if state else 0, tensorboard="tensorboard" in config.trainer.logger
+        )
+        identity = {
+            "seed": config.trainer.seed,
+            "device": about[0]["device"],
+            "total_steps": steps,
+            "filtered": config.algorithm.filter_groups.enable,
+            "config": comparison_fingerprint(config, model=model_hash, data=prompts.content_hash),
+            "provenance": {
+                "model_hash": model_hash,
+                "data_hash": prompts.content_hash,
+                "config_hash": config.config_hash(),
+            },
+        }
+        write_json(run_dir / CONFIG, config.to_dict())
+        write_json(run_dir / RUN, {**identity, "workers": about})
+        with contextlib.closing(tracker):
+            trainer = DapoTrainer(
+                config,
+                groups=groups,
+                prompts=prompts,
+                tokenizer=tokenizer,
+                tracker=tracker,
+                checkpoints=checkpoints,
+                recorded=recorded,
+                generates=generates,
+                progress=progress,
+            )
+            if state:
+                trainer.resume(found, state)
+            trainer.fit()
+    finally:
+        executor.shutdown()
+    return read_run(run_dir)
+
+
+def read_run(run_dir: Path) -> RunResult:
+    """What a run wrote.
+
+    Raises:
+        InputError: a file is missing or damaged.
+    """
+    run = read_json(run_dir / RUN)
+    curve = {k: run[k] for k in ("seed", "device", "config", "total_steps", "filtered", "provenance")}
+    text = json.dumps({"schema": CURVE_SCHEMA, **curve, "steps": read_series(run_dir / GROUPS)})
+    return RunResult(directory=run_dir, metrics=read_series(run_dir / METRICS), curve=CurveRun.from_json(text))
+
+
+def placement(config: TrainConfig) -> Placement:
+    """Which roles the configuration needs and where they go."""
+    needed = {"reference": config.use_reference, "critic": config.use_critic}
+    roles = tuple(role for role in ROLES if needed.get(role, True))
+    return Placement(
+        roles=roles, world_size=config.dp_size, colocated=config.trainer.colocate, balance=config.trainer.balance_batch
+    )
+
+
+def make_executor(name: str, *, worker_setup: str | None = None) -> Executor:
+    """The executor called ``ray`` or ``inprocess``."""
+    if name == "inprocess":
+        return InProcessExecutor(worker_setup=worker_setup)
+    if name == "ray":
+        from alignment.rl.ray_executor import RayExecutor
+
+        return RayExecutor(worker_setup=worker_setup)
+    raise InputError("unknown executor", where="executor", expected="ray | inprocess", found=name)
+
+
+def load_prompts(config: TrainConfig, tokenizer: Tokenizer) -> PromptSet:
+    """The prompts of ``data.train_files``: parquet in verl's format, or materialised ones.
+
+    Where parquet cannot be read for want of a package, the materialised file of the same name takes its place.
+    """
+    data = config.data
+    if not data.train_files:
+        raise InputError(
+            "there is nothing to train on", where="data.train_files", expected="at least one file", found="none"
+        )
+    sets = []
+    for name in data.train_files:
+        path = Path(name)
+        try:
+            parts = (
+                from_parquet(path, tokenizer, max_prompt_length=data.max_prompt_length, prompt_key=data.prompt_key)
+                if path.suffix == ".parquet"
+                else None
+            )
+        except UnavailableError:
+            if not path.with_suffix(".safetensors").is_file():
+                raise
+            parts = None
+        sets.append(parts or PromptSet.load(path, tokenizer=tokenizer))
+    if len(sets) == 1:
+        return sets[0]
+    return PromptSet(
+        [p for part in sets for p in part], tokenizer_hash=tokenizer.content_hash, where="data.train_files"
+    )
+
+
+def located(config: TrainConfig) -> TrainConfig:
+    """The configuration with its model and data found: as named, else below the directory that holds this package."""
+
+    def find(name: str) -> str:
+        below = SOURCE_ROOT / name
+        return str(below) if not Path(name).exists() and below.exists() else name
+
+    policy = config.actor_rollout_ref
+    model = dataclasses.replace(policy.model, path=find(policy.model.path))
+    data = dataclasses.replace(config.data, train_files=tuple(find(name) for name in config.data.train_files))
+    return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(policy, model=model))
+
+
+def open_record(config: TrainConfig, run_dir: Path, *, model: str, data: str) -> RecordedRollouts | None:
+    """The recorded rollouts the configuration asks for, or None.
+
+    Raises:
+        InputError: they were recorded with another model, other data or other sampling parameters.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.skip.enable:
+        return None
+    key = {
+        "model": model,
+        "data": data,
+        "data_seed": config.data.seed,
+        "shuffle": config.data.shuffle,
+        "seed": config.trainer.seed,
+        "n": rollout.n,
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "max_prompt_length": config.data.max_prompt_length,
+        "max_response_length": config.data.max_response_length,
+        "train_batch_size": config.data.train_batch_size,
+        "gen_batch_size": config.data.gen_batch_size,
+        "calculate_log_probs": rollout.calculate_log_probs,
+    }
+    return RecordedRollouts(run_dir / rollout.skip.dump_dir, key=key)
