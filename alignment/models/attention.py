@@ -60,12 +60,19 @@ def scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, *, scale: floa
     """
     for calls in _observers:
         calls.append(AttentionCall(query=query, key=key, value=value, scale=scale, mask=mask))
-    scores = torch.matmul(query, key.transpose(-1, -2)) * scale
+    scores = _matmul_by_head(query, key.transpose(-1, -2)) * scale
     scores = scores.to(at_least_float32(query.dtype))
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     # The product with the mask makes the rows without any allowed key zero instead of uniform.
     weights = torch.softmax(scores, dim=-1) * mask
-    return torch.matmul(weights.to(query.dtype), value)
+    return _matmul_by_head(weights.to(query.dtype), value)
+
+
+def _matmul_by_head(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``[b, h, s, d]`` times ``[b, h or 1, d, t]``; broadcasting would copy a shared matrix to every head."""
+    if matrix.shape[1] == rows.shape[1]:
+        return torch.matmul(rows, matrix)
+    return torch.matmul(rows.flatten(1, 2), matrix.squeeze(1)).unflatten(1, rows.shape[1:3])
 
 
 def attention_mask_from(

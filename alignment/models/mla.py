@@ -152,7 +152,7 @@ class MultiHeadLatentAttention(nn.Module):
                 expected="w_uk_t and w_uv",
                 next_step="call absorb() after loading or updating the weights",
             )
-        query = torch.cat([torch.matmul(q_nope, self.w_uk_t), q_rope], dim=-1)
+        query = torch.cat([torch.einsum("bhsn,hnr->bhsr", q_nope, self.w_uk_t), q_rope], dim=-1)
         key = torch.cat([latent, k_rope], dim=-1).unsqueeze(1)
         out = attention.scaled_dot_product(query, key, latent.unsqueeze(1), scale=softmax_scale(self.config), mask=mask)
-        return torch.matmul(out, self.w_uv)
+        return torch.einsum("bhsr,hrv->bhsv", out, self.w_uv)
