@@ -132,8 +132,8 @@ class Budget:
     ) -> Budget:
         """bound = max(factor × worst measured noise, scale × floor).
 
-        The floor is :meth:`Precision.floor` for the declared precision and ``reduction_length`` n. It is relative; for a
-        metric with a unit, ``scale`` is the size of the values it is relative to (e.g. Σ|terms|, or max |golden|).
+        The floor is :meth:`Precision.floor` for the declared precision and ``reduction_length`` n. It is relative;
+        for a metric with a unit, ``scale`` is the size of the values it is relative to (Σ|terms|, max |golden|, …).
 
         Args:
             factor: multiple of the worst noise, ≥ 1.
@@ -474,7 +474,9 @@ def _refuse_own_run(runs: tuple[tuple[int, str], ...], seed: int, perturbation: 
 
 
 def _jsonable(data: dict) -> dict:
-    return {key: list(v) if isinstance(v, tuple) else _jsonable(v) if isinstance(v, dict) else v for key, v in data.items()}
+    return {
+        key: list(v) if isinstance(v, tuple) else _jsonable(v) if isinstance(v, dict) else v for key, v in data.items()
+    }
 
 
 def _build(cls, data: Mapping, **nested: type):

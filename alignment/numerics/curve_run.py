@@ -68,7 +68,9 @@ class CurveStep:
             for part in (stats.mean, stats.variance):
                 if len(part) != len(self.prompt_ids):
                     expected = f"{len(self.prompt_ids)} prompts"
-                    raise InputError("statistics per prompt", where=f"{where}, {name}", expected=expected, found=len(part))
+                    raise InputError(
+                        "statistics per prompt", where=f"{where}, {name}", expected=expected, found=len(part)
+                    )
 
     @property
     def prompt_hash(self) -> str:
@@ -126,10 +128,10 @@ class CurveStep:
 class CurveRun:
     """One run, as recorded: who ran, under which configuration, and every step in order.
 
-    ``seed`` is the sampling seed and ``device`` the label: together they identify the run. ``config`` is the fingerprint
-    of everything that has to be equal for runs to be comparable (not seed, not device), ``filtered`` whether dynamic
-    sampling was on, ``total_steps`` T the declared length. Values may be non-finite and steps may be missing: a run is
-    stored as it was, and the gates of :mod:`alignment.numerics.curves` refuse what cannot be compared.
+    ``seed`` is the sampling seed and ``device`` the label: together they identify the run. ``config`` is the
+    fingerprint of everything that has to be equal for runs to be comparable (not seed, not device), ``filtered``
+    whether dynamic sampling was on, ``total_steps`` T the declared length. Values may be non-finite and steps may be
+    missing: a run is stored as it was; the gates of :mod:`alignment.numerics.curves` refuse what cannot be compared.
     """
 
     seed: int
@@ -163,7 +165,7 @@ class CurveRun:
         return [step.groups[metric].grand_mean for step in self.steps]
 
     def to_json(self) -> str:
-        """Sorted keys, floats in full precision, non-finite ones as strings; :meth:`from_json` reads it back bit for bit."""
+        """Sorted keys, full-precision floats, non-finite ones as strings: :meth:`from_json` reads back every bit."""
         data = _strict({"schema": CURVE_SCHEMA, **asdict(self)})
         return json.dumps(data, sort_keys=True, indent=1, allow_nan=False)
 

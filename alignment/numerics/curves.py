@@ -69,7 +69,7 @@ class CurveMetric:
     unit: str = ""
 
 
-REWARD = CurveMetric(name="reward", higher_is_better=True, least_margin=0.05, unit="reward")
+REWARD = CurveMetric(name="reward", higher_is_better=True, least_margin=0.05)
 RESPONSE_LENGTH = CurveMetric(
     name="response_length", higher_is_better=None, least_margin=0.05, margin_is_relative=True, unit="tokens"
 )
@@ -171,8 +171,8 @@ def unpaired_gate(
 ) -> CurveResult:
     """Runs with dynamic sampling on, which consume different prompts from step 2 on.
 
-    The deficit test is that of :func:`paired_gate`. The level is compared over prompts: with V the variance over distinct
-    prompts of a prompt's mean (over all its groups on one side) and U their number,
+    The deficit test is that of :func:`paired_gate`. The level is compared over prompts: with V the variance over
+    distinct prompts of a prompt's mean (over all its groups on one side) and U their number,
     SE₁² = V_subject/U_subject + V_baseline/U_baseline, conservative where both sides saw the same prompts.
     """
     return _gate(baseline, subject, metric, paired=False, decide=_single_stage(alpha, level_alpha))
@@ -184,8 +184,9 @@ def nightly_gate(
     """Two stages, for every night: one run first; p < 0.002 is red, p > 0.15 green, else two more seeds decide at 0.01.
 
     Call it with one run; where it returns INCONCLUSIVE (``more_runs`` says how many), call it again with that run and
-    the new ones. With m = 5 the deficit gives 1.1 % false alarms at 1.3 runs a night, the level 0.2 % a look. A significant deficit below Δ/2 is reported and not
-    red. Green here means *no deficit found*; ``detectable`` says what would have been.
+    the new ones. With m = 5 the deficit gives 1.1 % false alarms at 1.3 runs a night, the level 0.2 % a look. A
+    significant deficit below Δ/2 is reported and not red. Green here means *no deficit found*; ``detectable`` says what
+    would have been.
     """
     return _gate(baseline, subject, metric, paired=paired, decide=_two_stage)
 
@@ -201,8 +202,8 @@ def gate_uncalibrated(
 ) -> CurveResult:
     """Only one stored run: the spread between runs is *declared*, not measured, and the result says ``uncalibrated``.
 
-    z = D / √(Var y_baseline + Var y_subject + drift²), with Var y = Σ_t w_t² · P⁻² · Σ_i s_i²/G the sampling variance of
-    one run and ``drift`` the declared standard deviation, in the metric's unit, of how trajectories part.
+    z = D / √(Var y_baseline + Var y_subject + drift²), with Var y = Σ_t w_t² · P⁻² · Σ_i s_i²/G the sampling variance
+    of one run and ``drift`` the declared standard deviation, in the metric's unit, of how trajectories part.
     """
     if not (math.isfinite(drift) and drift > 0.0):
         raise InputError("the declared drift is a spread", where="drift", expected="> 0", found=drift)
@@ -248,10 +249,11 @@ def cusum(history: Sequence[float], deficits: Sequence[float]) -> list[float]:
 
 
 def drift_gate(history: Sequence[float], deficits: Sequence[float], *, metric: CurveMetric = REWARD) -> CurveResult:
-    """FAIL when the CUSUM of the nights reached 5: about one false alarm in 900 nights, for deficits no single night shows.
+    """FAIL when the CUSUM of the nights reached 5: for small lasting deficits that no single night shows.
 
-    For a metric where lower is better the sign is turned; a two-sided one is watched on both sides. ERROR where
-    :func:`cusum` refuses.
+    About one false alarm in 900 nights where the history gives mean and spread exactly; more often with ten nights than
+    with fifty. For a metric where lower is better the sign is turned; a two-sided one is watched on both sides. ERROR
+    where :func:`cusum` refuses.
     """
     signs = {True: (1.0,), False: (-1.0,), None: (1.0, -1.0)}[metric.higher_is_better]
     try:
@@ -271,7 +273,9 @@ def drift_gate(history: Sequence[float], deficits: Sequence[float], *, metric: C
     )
     if peak >= CUSUM_ALARM:
         first = 1 + min(n for series in sums for n, value in enumerate(series) if value >= CUSUM_ALARM)
-        reason = f"{metric.name} drifts: the CUSUM reached {peak:.2f} σ, alarm at {CUSUM_ALARM:g}, first in night {first}"
+        reason = (
+            f"{metric.name} drifts: the CUSUM reached {peak:.2f} σ, alarm at {CUSUM_ALARM:g}, first in night {first}"
+        )
         return CurveResult(outcome=Outcome.FAIL, reason=reason, metric=metric.name, measures=(measure,))
     reason = f"no drift of {metric.name} over {len(deficits)} nights: CUSUM at most {peak:.2f} σ of {CUSUM_ALARM:g}"
     return CurveResult(outcome=Outcome.PASS, reason=reason, metric=metric.name, measures=(measure,))
@@ -318,7 +322,9 @@ def _decide(stats: _Statistics, metric: CurveMetric, alpha: float, level_alpha: 
     if _shortfall(stats, metric) + reach < stats.margin:
         return replace(result, outcome=Outcome.PASS, reason=f"within the margin: {how}")
     more = MOST_RUNS - stats.k
-    hint = f"add {more} runs" if more > 0 else f"the spread {stats.spread:.3g} is too large for {stats.k} runs to decide"
+    hint = (
+        f"add {more} runs" if more > 0 else f"the spread {stats.spread:.3g} is too large for {stats.k} runs to decide"
+    )
     return replace(result, outcome=Outcome.INCONCLUSIVE, reason=f"not decided: {how}; {hint}", more_runs=max(more, 0))
 
 
@@ -383,17 +389,22 @@ def _measured(stats, metric, critical, level_alpha, p_value, quantile) -> CurveR
     )
 
 
-def _level_fault(result: CurveResult, stats: _Statistics, metric: CurveMetric, level_alpha: float) -> CurveResult | None:
+def _level_fault(
+    result: CurveResult, stats: _Statistics, metric: CurveMetric, level_alpha: float
+) -> CurveResult | None:
     if result.measures[0].within:
         return None
     sigmas = stats.level / stats.level_error
-    detail = f"{metric.name} differs by {stats.level:+.4g} {metric.unit}, {sigmas:+.1f} standard errors"
+    detail = f"{metric.name} differs by {stats.level:+.4g}{_unit(metric)}, {sigmas:+.1f} standard errors"
     return replace(
         result,
         outcome=Outcome.FAIL,
         reason=f"rollout or weight-sync fault: {detail} at step 1, before any update (α = {level_alpha:g})",
         where=Divergence(
-            stage="rollout", module="inference engine or weight sync", quantity=f"{metric.name} at step 1", detail=detail
+            stage="rollout",
+            module="inference engine or weight sync",
+            quantity=f"{metric.name} at step 1",
+            detail=detail,
         ),
     )
 
@@ -406,9 +417,13 @@ def _shortfall(stats: _Statistics, metric: CurveMetric) -> float:
 def _shortfall_text(stats: _Statistics, metric: CurveMetric) -> str:
     side = "above" if stats.deficit > 0 else "below"
     return (
-        f"{metric.name} ends {abs(stats.deficit):.4g} {metric.unit} {side} the baseline "
+        f"{metric.name} ends {abs(stats.deficit):.4g}{_unit(metric)} {side} the baseline "
         f"(t = {stats.deficit / stats.error:+.2f}, {stats.k} against {stats.m} runs, spread {stats.spread:.3g})"
     )
+
+
+def _unit(metric: CurveMetric) -> str:
+    return f" {metric.unit}" if metric.unit else ""
 
 
 def _p_value(stats: _Statistics, metric: CurveMetric, *, gaussian: bool = False) -> float:
@@ -459,7 +474,9 @@ def _statistics(baseline, subject, metric: CurveMetric, paired: bool, *, error: 
         freedom, spread = 0, error
     if error == 0.0:
         raise InputError(
-            f"the runs have no spread in {name}: copies of one run?", where="baseline", expected="runs with distinct seeds"
+            f"the runs have no spread in {name}: copies of one run?",
+            where="baseline",
+            expected="runs with distinct seeds",
         )
     least = metric.least_margin * (abs(start) if metric.margin_is_relative else 1.0)
     gain = fmean(y_base)
@@ -523,7 +540,7 @@ def _check_preconditions(baseline, subject, metric: CurveMetric, paired: bool) -
         _same("filtered", reference, run)
         _check_values(run, metric.name)
     _check_distinct(runs, lambda run: run.identity)
-    # a subject may repeat a baseline bit for bit (another device, the same seed); the baselines may not repeat each other
+    # a subject may repeat a baseline bit for bit (another device, one seed); the baselines may not repeat each other
     for side in (baseline, subject):
         _check_distinct(side, lambda run: tuple(step.groups[metric.name] for step in run.steps))
     if paired:
@@ -568,7 +585,9 @@ def _check_values(run: CurveRun, name: str) -> None:
         if name not in step.groups:
             raise InputError(f"{name} was not recorded", where=where, expected=name, found=sorted(step.groups))
         if step.group_size < 2:
-            raise InputError("a group of one has no variance", where=where, expected="group_size ≥ 2", found=step.group_size)
+            raise InputError(
+                "a group of one has no variance", where=where, expected="group_size ≥ 2", found=step.group_size
+            )
         stats = step.groups[name]
         if not all(map(math.isfinite, (*stats.mean, *stats.variance))):
             raise InputError(f"{name} is not finite", where=where, expected="finite values", found="NaN or infinity")
@@ -582,13 +601,14 @@ def _check_values(run: CurveRun, name: str) -> None:
 def _check_distinct(runs: Sequence[CurveRun], key: Callable[[CurveRun], object]) -> None:
     seen: dict[object, CurveRun] = {}
     for run in runs:
-        if (first := seen.setdefault(key(run), run)) is not run:
+        if key(run) in seen:
             raise InputError(
                 "one run is used twice, so the spread would be measured on itself",
                 where=run.label,
                 expected="runs with distinct seeds",
-                found=f"the same as {first.label}",
+                found=f"the same as {seen[key(run)].label}",
             )
+        seen[key(run)] = run
 
 
 def _check_same_prompts(reference: CurveRun, runs: Sequence[CurveRun]) -> None:
@@ -597,7 +617,7 @@ def _check_same_prompts(reference: CurveRun, runs: Sequence[CurveRun]) -> None:
             where = f"{run.label}, step {ours.step}"
             if ours.group_size != theirs.group_size:
                 raise InputError("another group_size", where=where, expected=ours.group_size, found=theirs.group_size)
-            if ours.prompt_hash != theirs.prompt_hash:
+            if ours.prompt_ids != theirs.prompt_ids:
                 same = sorted(ours.prompt_ids) == sorted(theirs.prompt_ids)
                 raise InputError(
                     "the same prompts in another order" if same else "other prompts",

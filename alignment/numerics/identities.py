@@ -32,13 +32,15 @@ def log_prob_agreement(
 def first_kl(
     log_prob: torch.Tensor, ref_log_prob: torch.Tensor, response_mask: torch.Tensor, *, budget: Budget | None = None
 ) -> Measure:
-    """Step 0: the KL loss vanishes. Mean over tokens of k3 = r − 1 − ln r, ln r = ref − log-prob (Schulman 2020), ≥ 0."""
+    """Step 0: the KL loss vanishes. Token mean of k3 = r − 1 − ln r ≥ 0 with ln r = ref − log-prob (Schulman 2020)."""
     a, b = _chosen(response_mask, log_prob=log_prob, ref_log_prob=ref_log_prob)
     d = b - a
     return _judged("KL at step 0", float((torch.expm1(d) - d).mean()), budget, "same weights at step 0")
 
 
-def log_probs_nonpositive(log_prob: torch.Tensor, response_mask: torch.Tensor, *, budget: Budget | None = None) -> Measure:
+def log_probs_nonpositive(
+    log_prob: torch.Tensor, response_mask: torch.Tensor, *, budget: Budget | None = None
+) -> Measure:
     """A probability is at most 1: max(log-prob, 0) over tokens is 0."""
     (a,) = _chosen(response_mask, log_prob=log_prob)
     return _judged("largest positive log_prob", _largest(a.clamp(min=0.0)), budget, "log-probabilities are ≤ 0")
@@ -77,8 +79,8 @@ def train_inference_gap(
 ) -> tuple[Measure, Measure, Measure]:
     """Log-prob gap training − rollout on sampled tokens: mean |Δ| (judged), signed mean and max |Δ| (shown).
 
-    Without a ``budget``, mean |Δ| is judged by the band of public reports: healthy 0.010 … 0.025, broken from 0.05. It is
-    0 with batch-invariant kernels. Rounding has a signed mean near 0 in units of its standard error; faults have a sign.
+    Without a ``budget``, mean |Δ| is judged by the band of public reports: healthy 0.010 … 0.025, broken from 0.05. It
+    is 0 with batch-invariant kernels. Rounding has a signed mean near 0 in standard errors; faults have a sign.
     """
     train, rollout = _chosen(response_mask, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     difference = (train - rollout).abs()

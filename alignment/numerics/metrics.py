@@ -36,7 +36,7 @@ class SignedDifference(NamedTuple):
 
     @property
     def z(self) -> float:
-        """Mean in standard errors: 0 for no difference at all, ±inf for the same difference everywhere, NaN for n = 1."""
+        """Mean in standard errors: 0 for no difference at all, ±inf for one difference everywhere, NaN for n = 1."""
         if self.standard_error == 0.0:
             return math.copysign(math.inf, self.mean) if self.mean else 0.0
         return self.mean / self.standard_error
@@ -133,9 +133,9 @@ def cosine(x: Values, ref: Values) -> float:
 def kl_divergence(p_log: Values, q_log: Values, *, reduction: str = "mean") -> float:
     """KL(P‖Q) in nats between distributions over the last dimension, given as log-probabilities [..., v].
 
-    Per row Σ p·(ln p − ln q) − p + q, the generalised (I-)divergence: equal to KL for normalised rows, ≥ 0 always, exact
-    0 only for equal rows, and free of cancellation for close ones (Csiszár, Annals of Statistics 19, 1991). −inf is a
-    probability of 0; NaN on either side gives NaN.
+    Per row Σ p·(ln p − ln q) − p + q, the generalised (I-)divergence: equal to KL for normalised rows, ≥ 0 always,
+    exactly 0 only for equal rows, and free of cancellation for close ones (Csiszár, Annals of Statistics 19, 1991).
+    −inf is a probability of 0; NaN on either side gives NaN.
 
     Args:
         reduction: ``mean`` or ``max`` over rows.
@@ -149,7 +149,7 @@ def total_variation(p_log: Values, q_log: Values, *, reduction: str = "mean") ->
 
 
 def signed_mean_difference(x: Values, ref: Values) -> SignedDifference:
-    """Mean of x − ref with its standard error s/√n (sample s; independent elements: for correlated ones it is a lower bound)."""
+    """Mean of x − ref with its standard error s/√n; correlated elements make it a lower bound."""
     count, mean, squares = 0, 0.0, 0.0
     for a, b in _pairs(x, ref, "signed_mean_difference"):
         d = a - b
@@ -186,7 +186,8 @@ def decided_flips(scores_x: Values, scores_ref: Values, *, k: int = 1, margin: f
     decided = near = rows = 0
     worst = 0.0
     for a, b in _row_chunks(x, ref, "decided_flips"):
-        if bool((torch.isnan(b) | (b == math.inf)).any()):
+        best = b.amax(-1)
+        if bool((torch.isnan(best) | (best == math.inf)).any()):
             _not_finite("decided_flips")
         loss = _loss_of_choice(a, b, k)
         decided += int((loss > margin).sum())
@@ -198,18 +199,28 @@ def decided_flips(scores_x: Values, scores_ref: Values, *, k: int = 1, margin: f
 
 
 def _loss_of_choice(x: torch.Tensor, ref: torch.Tensor, k: int) -> torch.Tensor:
-    chosen_x, chosen_ref = (_top(s, k) for s in (x, ref))
-    left, entered = chosen_ref & ~chosen_x, chosen_x & ~chosen_ref
-    lost = ref.masked_fill(~left, -math.inf).amax(-1)
-    gained = ref.masked_fill(~entered, math.inf).amin(-1)
-    loss = torch.where(lost == gained, 0.0, lost - gained).clamp(min=0.0)
-    loss = torch.where(left.any(-1), loss, -1.0)
-    return torch.where((torch.isnan(x) | (x == math.inf)).any(-1), math.inf, loss)
+    top_x, top_ref = _top(x, k), _top(ref, k)
+    loss = torch.full((x.shape[0],), -1.0, dtype=torch.float64)
+    changed = (top_x != top_ref).any(-1)
+    if bool(changed.any()):
+        scores = ref[changed]
+        chosen_x, chosen_ref = (
+            torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, top[changed], True) for top in (top_x, top_ref)
+        )
+        lost = scores.masked_fill(~chosen_ref | chosen_x, -math.inf).amax(-1)
+        gained = scores.masked_fill(~chosen_x | chosen_ref, math.inf).amin(-1)
+        # equal infinities are two entries that could not be chosen
+        loss[changed] = torch.where(lost == gained, 0.0, lost - gained).clamp(min=0.0)
+    # the maximum of a row is NaN or inf exactly if one of its scores is
+    best = x.amax(-1)
+    return torch.where(torch.isnan(best) | (best == math.inf), math.inf, loss)
 
 
 def _top(scores: torch.Tensor, k: int) -> torch.Tensor:
-    order = scores.argmax(-1, keepdim=True) if k == 1 else scores.sort(dim=-1, descending=True, stable=True).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :k], True)
+    """Indices of the k largest scores per row, ascending; equal scores are taken in index order."""
+    if k == 1:
+        return scores.argmax(-1, keepdim=True)
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
 
 
 def _kl_rows(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

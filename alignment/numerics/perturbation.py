@@ -11,9 +11,9 @@ from alignment.numerics.random import portable_integers
 def one_ulp(x: torch.Tensor, *, seed: int, stream: str = "one-ulp") -> torch.Tensor:
     """``x`` with every element moved to the next representable value of its dtype, up or down at random.
 
-    The direction is a portable coin per element in row-major order. NaN, infinity, the extremes next to infinity and exact
-    zeros (masks, padding, structural zeros) stay as they are. Works for float64, float32, float16 and bfloat16 on any
-    device; the result is on the device of ``x``.
+    The direction is a portable coin per element in row-major order. NaN, infinity, the extremes next to infinity and
+    exact zeros (masks, padding, structural zeros) stay as they are. Works for float64, float32, float16 and bfloat16 on
+    any device; the result is on the device of ``x``.
 
     Raises:
         InputError: another dtype.

@@ -79,7 +79,9 @@ def error_growth(reduction_length: int, u: float, *, model: str = "probabilistic
                 next_step="use the probabilistic model, or declare the precision the sum is accumulated in",
             )
         return n * u / (1.0 - n * u)
-    raise InputError("unknown error model", where="error_growth", expected="probabilistic or deterministic", found=model)
+    raise InputError(
+        "unknown error model", where="error_growth", expected="probabilistic or deterministic", found=model
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,8 @@ class Precision:
     """What a run declares about its arithmetic; it is judged by that and by nothing better.
 
     ``compute`` is the dtype of activations and outputs, ``matmul`` the mode float32 matmuls run in (``ieee``, ``tf32``
-    or ``hf32``), ``router`` the dtype of the router's logits and ``rollout`` that of the rollout engine's matmuls (None:
-    as ``compute``), ``accumulate`` the dtype sums run in (None: float32 for 16 and 8 bits, else ``compute``).
+    or ``hf32``), ``router`` the dtype of the router's logits and ``rollout`` that of the rollout engine's matmuls
+    (None: as ``compute``), ``accumulate`` the dtype sums run in (None: float32 for 16 and 8 bits, else ``compute``).
     """
 
     compute: str = "float32"
@@ -124,8 +126,8 @@ class Precision:
     def floor(self, reduction_length: int, *, operator: str = "matmul", model: str = "probabilistic") -> float:
         """Relative error that no implementation can be blamed for: u_out + 2·u_operand + growth(n, u_accumulate).
 
-        The output is rounded once, operands are rounded by the hardware only under tf32, hf32 or fp8 (two factors each),
-        and the sum of n products grows as :func:`error_growth`.
+        The output is rounded once, operands are rounded by the hardware only under tf32, hf32 or fp8 (two factors
+        each), and the sum of n products grows as :func:`error_growth`.
         """
         dtype = self.dtype(operator)
         operand = self._operand_roundoff(operator)

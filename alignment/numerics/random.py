@@ -56,7 +56,7 @@ def portable_normal(shape: Shape, *, seed: int, stream: str, dtype: torch.dtype 
     """Standard normal draws on the CPU: float64, then rounded to ``dtype``.
 
     z = Φ⁻¹((k + ½) · 2⁻⁵²) with k the top 52 bits of the raw draw; Φ⁻¹ is PPND16 of Wichura, *Algorithm AS 241: the
-    percentage points of the normal distribution*, Applied Statistics 37 (1988), relative accuracy about 1e-16. |z| ≤ 8.2.
+    percentage points of the normal distribution*, Applied Statistics 37 (1988), relative accuracy 1e-16; |z| ≤ 8.2.
 
     Args and errors are those of :func:`portable_uniform`.
     """
@@ -73,7 +73,7 @@ def portable_normal(shape: Shape, *, seed: int, stream: str, dtype: torch.dtype 
 def portable_integers(
     low: int, high: int, shape: Shape, *, seed: int, stream: str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Integers uniform on low … high − 1, without modulo bias: draws beyond the last whole multiple of the range are skipped.
+    """Integers uniform on low … high − 1, free of modulo bias: raw draws beyond the last whole range are skipped.
 
     Raises:
         InputError: the range is empty, leaves int64 or does not fit ``dtype``; else as :func:`portable_uniform`.
@@ -81,7 +81,9 @@ def portable_integers(
     size = _shape(shape)
     low, high = _integer(low, "low"), _integer(high, "high")
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        raise InputError("portable_integers needs an integer dtype", expected="torch.int64, torch.int32, …", found=dtype)
+        raise InputError(
+            "portable_integers needs an integer dtype", expected="torch.int64, torch.int32, …", found=dtype
+        )
     info = torch.iinfo(dtype)
     if not (info.min <= low < high <= info.max + 1):
         raise InputError(
@@ -111,7 +113,7 @@ def portable_permutation(n: int, *, seed: int, stream: str) -> torch.Tensor:
 
 
 def portable_key(*parts: object) -> int:
-    """A non-negative int64 key made of ``parts`` (SHA-256 of their text), e.g. a sample's prompt id and index in its group."""
+    """A non-negative int64 key from the SHA-256 of ``parts``, e.g. a sample's prompt id and its index in the group."""
     text = "\x1f".join(f"{len(str(part))}:{part}" for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
@@ -121,8 +123,8 @@ def portable_uniform_grid(
 ) -> torch.Tensor:
     """Uniform draws in [0, 1) keyed by (row key, column), so that sampling does not depend on the layout of the batch.
 
-    Entry [i, j] is a pure function of (seed, stream, rows[i], columns[j]): lane c mod 4 of the Philox block with counter
-    (⌊c/4⌋, row key, 0, 0). Splitting, permuting or padding a batch leaves every sample's draws as they are.
+    Entry [i, j] is a pure function of (seed, stream, rows[i], columns[j]): lane c mod 4 of the Philox block with
+    counter (⌊c/4⌋, row key, 0, 0). Splitting, permuting or padding a batch leaves every sample's draws as they are.
 
     Args:
         rows: int64 keys [b], one per sample (see :func:`portable_key`).
@@ -143,7 +145,7 @@ def portable_uniform_grid(
 
 
 def _philox4x64(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox4x64-10 of counters [4, …] under one key [2], all uint64; the same function NumPy's bit generator applies."""
+    """Philox4x64-10 of counters [4, …] under one key [2], all uint64; the function NumPy's bit generator applies."""
     c0, c1, c2, c3 = (word.copy() for word in counter)
     k0, k1 = int(key[0]), int(key[1])
     for _ in range(10):

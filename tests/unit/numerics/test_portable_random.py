@@ -84,7 +84,9 @@ def test_distributions():
     assert scipy.stats.kstest(u, "uniform").pvalue > 1e-3
     k = portable.portable_integers(0, 7, 40_000, seed=1, stream="integers").numpy()
     assert scipy.stats.chisquare(np.bincount(k, minlength=7)).pvalue > 1e-3
-    assert scipy.stats.kstest(portable.portable_uniform_grid(1, "g", range(200), 200).flatten(), "uniform").pvalue > 1e-3
+    assert (
+        scipy.stats.kstest(portable.portable_uniform_grid(1, "g", range(200), 200).flatten(), "uniform").pvalue > 1e-3
+    )
 
 
 def test_integers_skip_the_biased_remainder(monkeypatch):
@@ -166,7 +168,10 @@ def test_permutation():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: portable.portable_uniform(3, seed=1.5, stream="x"), "seed must be an integer; expected int; found 1.5"),
+        (
+            lambda: portable.portable_uniform(3, seed=1.5, stream="x"),
+            "seed must be an integer; expected int; found 1.5",
+        ),
         (lambda: portable.portable_uniform((2, -1), seed=1, stream="x"), "no negative size"),
         (lambda: portable.portable_uniform(3, seed=1, stream=3), "a stream is named by a string"),
         (lambda: portable.portable_normal(3, seed=1, stream="x", dtype=torch.int64), "floating-point dtype"),

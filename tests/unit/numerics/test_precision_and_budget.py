@@ -58,7 +58,9 @@ def test_unit_roundoff(dtype, exponent):
     assert unit_roundoff(dtype) == 2.0**exponent
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_unit_roundoff_is_attained_by_rounding(dtype):
     x = 1.0 + portable_uniform(4096, seed=0, stream="x")
     error = ((x.to(dtype).to(torch.float64) - x).abs() / x).max()
@@ -256,11 +258,13 @@ REPLAYS = [[x + sign * j * 1e-4 for x in BASE] for j in (1, 2, 3) for sign in (-
 
 
 def envelope(**changes):
-    arguments = {
-        "seeds": range(1, 6), "perturbation": "one-ulp inputs", "device": "cpu", "dtype": "float32", "reduction_length": 64
-    } | changes  # fmt: skip
+    run = {"seeds": range(1, 6), "perturbation": "one-ulp inputs", "device": "cpu"}
+    arguments = {**run, "dtype": "float32", "reduction_length": 64, **changes}
     return Envelope.from_replays(
-        arguments.pop("metric", "grad_norm"), arguments.pop("base", BASE), arguments.pop("replays", REPLAYS), **arguments
+        arguments.pop("metric", "grad_norm"),
+        arguments.pop("base", BASE),
+        arguments.pop("replays", REPLAYS),
+        **arguments,
     )
 
 
