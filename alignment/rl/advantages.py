@@ -1,7 +1,7 @@
 """Advantages and returns from token-level rewards: GRPO (which DAPO uses), RLOO and GAE.
 
-They are computed on the driver in float64 and returned in the dtype of the rewards, so that no device's arithmetic enters.
-On padding advantages and returns are 0.
+They are computed on the driver in float64 and returned in the dtype of the rewards, so that no device's arithmetic
+enters. On padding advantages and returns are 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def grpo_advantages(
     """Group-relative advantages, the same on every token of a response (verl's ``compute_grpo_outcome_advantage``).
 
     With R_i the summed rewards of response i and the mean and *unbiased* standard deviation (n − 1) of its group:
-    ``A_i = (R_i − mean) / (std + epsilon)``, or ``R_i − mean`` without normalisation (Dr. GRPO, arXiv 2503.20783). A group of
-    one has mean 0 and standard deviation 1, as in verl. A group of equal rewards gets exactly 0.
+    ``A_i = (R_i − mean) / (std + epsilon)``, or ``R_i − mean`` without normalisation (Dr. GRPO, arXiv 2503.20783). A
+    group of one has mean 0 and standard deviation 1, as in verl. A group of equal rewards gets exactly 0.
 
     Args:
         token_level_rewards, response_mask: [b,r].
@@ -64,7 +64,7 @@ def grpo_advantages(
 def rloo_advantages(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Sequence[Hashable]
 ) -> tuple[Tensor, Tensor]:
-    """Leave-one-out advantages (Ahmadian et al. 2024, arXiv 2402.14740): ``A_i = R_i − mean of the others of its group``.
+    """Leave-one-out advantages: ``A_i = R_i − mean of the others of its group`` (Ahmadian et al., arXiv 2402.14740).
 
     A group of one keeps its reward, as in verl. Arguments and results as in :func:`grpo_advantages`.
     """
@@ -90,8 +90,9 @@ def gae_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the response tokens (Schulman et al. 2015, arXiv 1506.02438).
 
-    ``δ_t = r_t + gamma · V_{t+1} − V_t`` with V = 0 after the last response token, ``A_t = δ_t + gamma · lam · A_{t+1}``,
-    returns ``A_t + V_t``. The advantages are then whitened over the whole batch (the returns are not), as verl does.
+    ``δ_t = r_t + gamma · V_{t+1} − V_t`` with V = 0 after the last response token,
+    ``A_t = δ_t + gamma · lam · A_{t+1}``, returns ``A_t + V_t``. The advantages are then whitened over the whole batch
+    (the returns are not), as verl does.
 
     Args:
         token_level_rewards, values, response_mask: [b,r].
@@ -129,18 +130,22 @@ def masked_whiten(values: Tensor, mask: Tensor, *, epsilon: float = WHITENING_EP
     mask = mask != 0
     count = int(mask.sum())
     if count < 2:
-        raise InputError("whitening needs a variance", where="advantage", expected="at least two response tokens", found=count)
+        raise InputError(
+            "whitening needs a variance", where="advantage", expected="at least two response tokens", found=count
+        )
     centred = torch.where(mask, values - masked_sum(values, mask) / count, torch.zeros_like(values))
     variance = masked_sum(centred.square(), mask) / (count - 1)
     return centred * torch.rsqrt(variance + epsilon)
 
 
-def compute_advantages(batch: Batch, algorithm: AlgorithmConfig, *, kl_coef: float | None = None) -> tuple[Batch, dict[str, float]]:
+def compute_advantages(
+    batch: Batch, algorithm: AlgorithmConfig, *, kl_coef: float | None = None
+) -> tuple[Batch, dict[str, float]]:
     """The advantage stage: adds ``token_level_rewards``, ``advantages`` and ``returns``.
 
     Args:
-        batch: as the contract of the stage says; with ``use_kl_in_reward`` also ``old_log_probs`` and ``ref_log_prob``, with
-            ``gae`` also ``values``.
+        batch: as the contract of the stage says; with ``use_kl_in_reward`` also ``old_log_probs`` and ``ref_log_prob``,
+            with ``gae`` also ``values``.
         algorithm: the configuration section.
         kl_coef: the controller's coefficient at this step; ``kl_ctrl.kl_coef`` by default.
 
@@ -160,9 +165,7 @@ def compute_advantages(batch: Batch, algorithm: AlgorithmConfig, *, kl_coef: flo
     elif algorithm.adv_estimator == "rloo":
         pair = rloo_advantages(rewards, mask, batch["uid"])
     else:
-        pair = grpo_advantages(
-            rewards, mask, batch["uid"], norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo
-        )
+        pair = grpo_advantages(rewards, mask, batch["uid"], norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo)
     fields = {"token_level_rewards": rewards.clone(), "advantages": pair[0], "returns": pair[1]}
     return batch.add(fields), metrics
 

@@ -1,8 +1,8 @@
 """From a loss per token to one number: verl's ``loss_agg_mode``, normalised by the counts of the whole mini batch.
 
-A micro batch divides by counts that are not its own, so its result is a *share*: the shares of all micro batches and data
-parallel ranks add up to the loss of the mini batch, however it was cut. Dividing by the micro batch's own counts and
-averaging afterwards (a mean of means) weighs tokens by the luck of the cut.
+A micro batch divides by counts that are not its own, so its result is a *share*: the shares of all micro batches and
+data parallel ranks add up to the loss of the mini batch, however it was cut. Dividing by the micro batch's own counts
+and averaging afterwards (a mean of means) weighs tokens by the luck of the cut.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def agg_loss(
         loss_scale_factor: the constant of the last mode; the response width r by default, which changes with padding.
 
     Returns:
-        A scalar. No factor for the number of ranks is applied: gradients are to be *summed* over ranks. Where a framework
-        averages them (FSDP, DDP), multiply by the number of ranks, as verl's ``dp_size`` does.
+        A scalar. No factor for the number of ranks is applied: gradients are to be *summed* over ranks. Where a
+        framework averages them (FSDP, DDP), multiply by the number of ranks, as verl's ``dp_size`` does.
 
     Raises:
         InputError: unknown mode, shapes that differ, or a mini batch without response tokens.
@@ -85,7 +85,10 @@ def agg_loss(
         )
     if loss_mat.shape != loss_mask.shape:
         raise InputError(
-            "the loss and its mask differ in shape", where="agg_loss", expected=list(loss_mask.shape), found=list(loss_mat.shape)
+            "the loss and its mask differ in shape",
+            where="agg_loss",
+            expected=list(loss_mask.shape),
+            found=list(loss_mat.shape),
         )
     counts = counts or Counts.of(loss_mask)
     if counts.tokens == 0 or counts.sequences == 0:

@@ -49,7 +49,9 @@ class Batch:
             if not isinstance(value, Tensor) or value.ndim == 0:
                 found = f"{type(value).__name__}" if not isinstance(value, Tensor) else "a tensor without dimensions"
                 raise InputError(
-                    "a batch field is a tensor whose first dimension is the sample", where=f"batch[{name!r}]", found=found
+                    "a batch field is a tensor whose first dimension is the sample",
+                    where=f"batch[{name!r}]",
+                    found=found,
                 )
             length, first = _same_length(name, value.shape[0], length, first)
         for name, value in (meta or {}).items():

@@ -1,12 +1,12 @@
 """Cutting a batch into mini batches, ranks and micro batches, and putting results back in order.
 
 One convention serves training and inference (``use_dynamic_bsz``): a micro batch holds at most ``max_token_len`` *real*
-tokens (prompt and response, padding not counted), there are as few micro batches as that allows, and they are balanced by
-length. What a sample computes does not depend on its micro batch, so only memory and speed follow from the choice.
+tokens (prompt and response, padding not counted), there are as few micro batches as that allows, and they are balanced
+by length. What a sample computes does not depend on its micro batch, so only memory and speed follow from the choice.
 
-A step is cut into mini batches first and each mini batch then into ranks, so the samples of an optimizer step are the same
-for every number of ranks. (verl cuts into ranks first: there another number of ranks regroups the mini batches.) Everything
-here is a pure function of lengths: ties are broken by index.
+A step is cut into mini batches first and each mini batch then into ranks, so the samples of an optimizer step are the
+same for every number of ranks. (verl cuts into ranks first: there another number of ranks regroups the mini batches.)
+Everything here is a pure function of lengths: ties are broken by index.
 """
 
 from __future__ import annotations
@@ -69,10 +69,15 @@ def balanced_partition(lengths: Sequence[int], parts: int, *, equal_size: bool =
     """
     n = len(lengths)
     if not 1 <= parts <= n:
-        raise InputError("every part holds at least one sample", where="balanced_partition", expected=f"1 … {n}", found=parts)
+        raise InputError(
+            "every part holds at least one sample", where="balanced_partition", expected=f"1 … {n}", found=parts
+        )
     if equal_size and n % parts:
         raise InputError(
-            "equal parts need a number of samples that divides", where="balanced_partition", expected=f"a multiple of {parts}", found=n
+            "equal parts need a number of samples that divides",
+            where="balanced_partition",
+            expected=f"a multiple of {parts}",
+            found=n,
         )
     members: list[list[int]] = [[] for _ in range(parts)]
     loads = [0] * parts
@@ -119,7 +124,10 @@ def micro_batches(
         return Partition(parts=tuple(tuple(range(i, min(i + size, n))) for i in range(0, n, size)))
     if max_token_len is None or max_token_len < 1:
         raise InputError(
-            "dynamic batching needs a token budget", where="ppo_max_token_len_per_gpu", expected="> 0", found=max_token_len
+            "dynamic batching needs a token budget",
+            where="ppo_max_token_len_per_gpu",
+            expected="> 0",
+            found=max_token_len,
         )
     longest = max(range(n), key=lambda i: (lengths[i], -i))
     if lengths[longest] > max_token_len:
@@ -137,23 +145,28 @@ def micro_batches(
 
 
 def mini_batches(samples: int, size: int, *, order: Sequence[int] | None = None) -> Partition:
-    """The mini batches of a step: consecutive pieces of `size` samples, of `order` where one is given (``actor.shuffle``).
+    """The mini batches of a step: consecutive pieces of `size` samples, in `order` where one is given.
 
     Raises:
         InputError: a number of samples that does not divide, or an order that is no permutation.
     """
     if size < 1 or samples % size:
         raise InputError(
-            "a step consists of whole mini batches", where="ppo_mini_batch_size", expected=f"a divisor of {samples} samples", found=size
+            "a step consists of whole mini batches",
+            where="ppo_mini_batch_size",
+            expected=f"a divisor of {samples} samples",
+            found=size,
         )
     rows = list(range(samples)) if order is None else list(order)
     if sorted(rows) != list(range(samples)):
-        raise InputError("the order of the samples is no permutation", where="mini_batches", expected=f"0 … {samples - 1}, once each")
+        raise InputError(
+            "the order of the samples is no permutation", where="mini_batches", expected=f"0 … {samples - 1}, once each"
+        )
     return Partition(parts=tuple(tuple(sorted(rows[i : i + size])) for i in range(0, samples, size)))
 
 
 def rank_shares(lengths: Sequence[int], dp_size: int, *, balance: bool = False) -> Partition:
-    """The samples of each data parallel rank: equally many, consecutive, or balanced by length (``trainer.balance_batch``).
+    """The samples of each data parallel rank: equally many, consecutive or balanced by length.
 
     Raises:
         InputError: the number of samples does not divide by the number of ranks.

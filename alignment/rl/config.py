@@ -5,15 +5,16 @@
 
 Where names or meanings differ from verl's:
 
-* ``null`` in a field documented as *inherits* is replaced when the configuration is built, as verl's ``oc.select`` does.
+* ``null`` in a field documented as *inherits* is replaced when the configuration is built, as verl's ``oc.select``
+  does.
 * ``engine.train`` / ``engine.rollout`` and verl's ``actor.strategy`` / ``rollout.name`` are two names of one choice.
 * ``rollout.skip.{enable,dump_dir}`` are verl's ``skip_rollout`` and ``skip_dump_dir``.
 * ``reward_model.overlong_buffer`` is verl's ``reward_model.reward_kwargs.overlong_buffer_cfg``; its ``max_resp_len`` is
   ``data.max_response_length``.
 * ``algorithm.filter_groups.{mode,reserve_size}``, ``trainer.{colocate,deterministic,seed,curve_gate}``, ``data.seed``
   and ``model.dtype`` are ours.
-* ``ppo_mini_batch_size`` counts prompts, as in verl: a mini batch holds ``ppo_mini_batch_size · rollout.n`` samples over
-  all data parallel ranks. ``*_per_gpu`` counts samples (or tokens) of one rank.
+* ``ppo_mini_batch_size`` counts prompts, as in verl: a mini batch holds ``ppo_mini_batch_size · rollout.n`` samples
+  over all data parallel ranks. ``*_per_gpu`` counts samples (or tokens) of one rank.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW. ``lr_warmup_steps`` updates rise linearly; then the rate is constant, or a cosine down to ``min_lr_ratio · lr``."""
+    """AdamW: a linear warm-up over ``lr_warmup_steps`` updates, then constant, or a cosine to ``min_lr_ratio · lr``."""
 
     lr: float = 1e-6
     lr_warmup_steps: int = 0
@@ -109,7 +110,7 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig:
-    """Mock rollout: the first run records its responses under ``dump_dir``, later runs load them instead of generating."""
+    """Mock rollout: the first run records its responses under ``dump_dir``, later runs load them."""
 
     enable: bool = False
     dump_dir: str = "rollout_dump"
@@ -119,10 +120,10 @@ class SkipConfig:
 class RolloutConfig:
     """Generation, and the log-probs of the behaviour policy.
 
-    ``name`` inherits ``engine.rollout``. ``top_k`` −1 keeps all tokens. ``load_format`` is how the engine gets its first
-    weights: ``dummy`` (the trainer's overwrite them before the first rollout) or ``safetensors``. ``free_cache_engine``
-    lets the engine sleep between rollouts. ``log_prob_*`` inherit the actor's, so that training and inference batch by one
-    convention. ``dtype`` inherits ``model.dtype``.
+    ``name`` inherits ``engine.rollout``. ``top_k`` −1 keeps all tokens. ``load_format`` is how the engine gets its
+    first weights: ``dummy`` (the trainer's overwrite them before the first rollout) or ``safetensors``.
+    ``free_cache_engine`` lets the engine sleep between rollouts. ``log_prob_*`` inherit the actor's, so that training
+    and inference batch by one convention. ``dtype`` inherits ``model.dtype``.
     """
 
     name: str | None = None
@@ -142,7 +143,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
-    """The frozen reference policy; every field inherits: the batching from the actor, ``dtype`` from ``model.dtype``."""
+    """The frozen reference policy: batching is inherited from the actor, ``dtype`` from ``model.dtype``."""
 
     dtype: Dtype | None = None
     log_prob_micro_batch_size_per_gpu: int | None = None
@@ -191,8 +192,9 @@ class FilterGroupsConfig:
     """Dynamic sampling: groups whose ``metric`` is the same for all n samples are not trained on.
 
     ``mode=regenerate`` draws further prompts until ``train_batch_size`` groups qualify, at most ``max_num_gen_batches``
-    rounds (0: no limit); which prompts are consumed then depends on the device. ``mode=reserve`` gives every step its own
-    ``reserve_size`` spare prompts, so that all devices see the same prompts at every step.
+    rounds (0: no limit); which prompts are consumed then depends on the device. ``mode=reserve`` gives every step its
+    own ``reserve_size`` spare prompts, so that all devices see the same prompts at every step. Groups that do not
+    qualify fill a batch that is still too small, and are reported (verl stops with an error).
     """
 
     enable: bool = False
@@ -237,8 +239,9 @@ class RewardModelConfig:
 class TrainerConfig:
     """The run.
 
-    ``total_training_steps`` ``null`` means all steps of ``total_epochs``. ``save_freq`` −1 saves only after the last step, 0
-    never. ``n_gpus_per_node · nnodes`` is the number of data parallel ranks (workers, on a machine without accelerators).
+    ``total_training_steps`` ``null`` means all steps of ``total_epochs``. ``save_freq`` −1 saves only after the last
+    step, 0 never. ``n_gpus_per_node · nnodes`` is the number of data parallel ranks (workers, on a machine without
+    accelerators).
     ``curve_gate`` says how the reward curve is compared: ``paired`` needs the same prompts on both devices; ``auto``
     is paired unless prompts are regenerated. ``device`` is auto, cpu, cuda, npu or one of them with an index.
     """
@@ -317,7 +320,7 @@ class TrainConfig:
         """From nested dictionaries, as YAML gives them.
 
         Raises:
-            InputError: an unknown key (with the nearest known one), a value of the wrong type, or values that do not fit.
+            InputError: an unknown key (with the nearest known one), a wrong type, or values that do not fit.
         """
         return _build(cls, data, path="")
 
@@ -328,7 +331,7 @@ class TrainConfig:
     def config_hash(self, *, exclude: Sequence[str] = ()) -> str:
         """SHA-256 over every field that decides what is computed (all but ``DEVICE_ONLY_FIELDS``), in hex.
 
-        ``exclude`` leaves out further fields: runs that differ in ``trainer.seed`` alone are repetitions of one experiment.
+        ``exclude`` leaves out further fields: runs that differ in ``trainer.seed`` alone repeat one experiment.
 
         Raises:
             InputError: an excluded field does not exist.
@@ -352,7 +355,7 @@ class TrainConfig:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Optimizer steps per pass over the samples of a step (1: one update per rollout; 4: global batch = 4 mini batches)."""
+        """Optimizer steps per pass over the samples of a step: mini batches in the global batch."""
         return self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size
 
     @property
@@ -460,7 +463,9 @@ def _override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
         if key not in known:
             sections = {k.rpartition(".")[0] for k in known}
             if key in sections:
-                raise InputError("an override sets one value, not a section", where=text, expected=f"{key}.<field>=value")
+                raise InputError(
+                    "an override sets one value, not a section", where=text, expected=f"{key}.<field>=value"
+                )
             raise _unknown_key(key, known)
         try:
             merged.merge_with_dotlist([text])
@@ -469,7 +474,9 @@ def _override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     try:
         return OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise InputError(f"an interpolation cannot be resolved ({str(error).splitlines()[0]})", where="overrides") from None
+        raise InputError(
+            f"an interpolation cannot be resolved ({str(error).splitlines()[0]})", where="overrides"
+        ) from None
 
 
 def _unknown_key(key: str, known: set[str]) -> InputError:
@@ -630,7 +637,10 @@ def _validate(config: TrainConfig) -> None:
             raise InputError("warm-up and clipping are not negative", where=section)
         if not all(0.0 <= beta < 1.0 for beta in holder.optim.betas):
             raise InputError(
-                "the value is out of range", where=f"{section}.optim.betas", expected="0 ≤ β < 1", found=holder.optim.betas
+                "the value is out of range",
+                where=f"{section}.optim.betas",
+                expected="0 ≤ β < 1",
+                found=holder.optim.betas,
             )
         _validate_batching(config, section, holder)
     for section, holder in (("actor_rollout_ref.rollout", rollout), ("actor_rollout_ref.ref", policy.ref)):

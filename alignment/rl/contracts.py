@@ -1,8 +1,8 @@
 """What each stage of a training step reads and adds, and the check that data passing between stages honours it.
 
-``FIELDS`` and ``CONTRACTS`` are the data: one row per field and one per stage. :func:`check` is the only code that reads
-them. The stages and fields are those of verl's ``RayPPOTrainer.fit``; the rules are the ones whose violation trains
-silently on the wrong tokens.
+``FIELDS`` and ``CONTRACTS`` are the data: one row per field and one per stage. :func:`check` is the only code that
+reads them. The stages and fields are those of verl's ``RayPPOTrainer.fit``; the rules are the ones whose violation
+trains silently on the wrong tokens.
 
 Conventions, for b samples, p prompt and r response tokens, s = p + r:
 
@@ -10,8 +10,8 @@ Conventions, for b samples, p prompt and r response tokens, s = p + r:
 * ``response_mask`` is one run of ones from the first response token up to and including the first end-of-sequence token
   (all r tokens where there is none), and ``attention_mask`` continues the prompt's mask with it;
 * ``position_ids`` of real tokens is ``cumsum(attention_mask) - 1`` (positions of padding are never read);
-* log-probs are finite everywhere and never positive on response tokens. No tolerance is needed: each usual way to compute
-  one subtracts a logarithm that rounds to at least the maximum;
+* log-probs are finite everywhere and never positive on response tokens. No tolerance is needed: each usual way to
+  compute one subtracts a logarithm that rounds to at least the maximum;
 * a sample's scalar reward sits on its last response token, and nowhere else;
 * the n samples of a prompt share its ``uid`` and its prompt bytes; after the rollout they are adjacent.
 """
@@ -36,7 +36,7 @@ LARGEST_LOGIT = 1024.0
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """A tensor of the batch: its axes (``b`` samples, ``p`` prompt, ``r`` response, ``s`` = p + r) and accepted dtypes."""
+    """A tensor of the batch: its axes (``b`` samples, ``p`` prompt, ``r`` response, ``s`` = p + r) and its dtypes."""
 
     name: str
     axes: tuple[str, ...]
@@ -84,7 +84,14 @@ FIELDS: dict[str, Field] = {
 }
 
 _SEQUENCE = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
-_SEQUENCE_RULES = ("binary_masks", "prompt_left_padded", "response_run", "one_attention_mask", "positions", "concatenation")
+_SEQUENCE_RULES = (
+    "binary_masks",
+    "prompt_left_padded",
+    "response_run",
+    "one_attention_mask",
+    "positions",
+    "concatenation",
+)
 
 CONTRACTS: dict[str, Contract] = {
     c.stage: c
@@ -261,7 +268,7 @@ class _View:
         return self.batch.tensors[name] != 0
 
     def fail(self, problem: str, field: str, bad: Tensor, *, expected: object, found: object = None) -> None:
-        """Raise when `bad` ([b] or [b,width], true where wrong) has any true entry, naming the first sample and token."""
+        """Raise when `bad` ([b] or [b,width], true where wrong) has a true entry, naming the first."""
         if not bool(bad.any()):
             return
         place = bad.nonzero()[0].tolist()
@@ -324,7 +331,9 @@ def _prompt_left_padded(view: _View) -> None:
         view.fail("the prompt has no tokens", name, ~mask.any(1), expected="at least one", found=0)
     if view.has("prompt_mask", "attention_mask"):
         differs = view.mask("attention_mask")[:, :width] != view.mask("prompt_mask")
-        view.fail("the attention mask differs from the prompt's mask", "attention_mask", differs, expected="prompt_mask")
+        view.fail(
+            "the attention mask differs from the prompt's mask", "attention_mask", differs, expected="prompt_mask"
+        )
     if view.pad is not None and names:
         padding = ~view.mask(names[0])[:, :width]
         wrong = padding & (view["prompts"] != view.pad)

@@ -1,7 +1,8 @@
 """Dynamic sampling: which groups are worth training on, and how many more prompts a step has to generate.
 
-A group whose samples all earn the same has no advantage (DAPO, arXiv 2503.14476, section 3.2). What is filtered is decided
-by the outcome, so curves are compared on the rewards *before* filtering: :func:`group_statistics` reports them per prompt.
+A group whose samples all earn the same has no advantage (DAPO, arXiv 2503.14476, section 3.2). What is filtered is
+decided by the outcome, so curves are compared on the rewards *before* filtering: :func:`group_statistics` reports them
+per prompt.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class GroupStatistics:
     """The rewards of the samples of one prompt, before filtering.
 
-    ``mean`` and ``variance`` (unbiased, 0 for a group of one) are of the samples' ``score``; ``acc`` is the mean correctness
-    where it is known; ``response_length`` is the mean in tokens; ``kept`` says whether the group qualifies.
+    ``mean`` and ``variance`` (unbiased, 0 for a group of one) are of the samples' ``score``; ``acc`` is the mean
+    correctness where it is known; ``response_length`` is the mean in tokens; ``kept`` says whether the group qualifies.
     """
 
     uid: Hashable
@@ -39,8 +40,8 @@ class GroupStatistics:
 def metric_values(batch: Batch, metric: str) -> list[float]:
     """The filter's metric of every sample.
 
-    ``acc`` and ``score`` are the lists of that name; ``seq_reward`` sums ``token_level_scores`` (overlong shaping included);
-    ``seq_final_reward`` sums ``token_level_rewards``, or the scores where the advantage stage has not been reached.
+    ``acc`` and ``score`` are the lists of that name; ``seq_reward`` sums ``token_level_scores`` (overlong shaping
+    included); ``seq_final_reward`` sums ``token_level_rewards``, or the scores before the advantage stage.
 
     Raises:
         InputError: unknown metric, or the batch lacks it.
@@ -91,13 +92,8 @@ def group_statistics(batch: Batch, metric: str = "acc") -> list[GroupStatistics]
     return result
 
 
-def keep_groups(batch: Batch, uids: set[Hashable]) -> Batch:
-    """The samples of the named groups, in their order."""
-    return batch[[i for i, uid in enumerate(batch["uid"]) if uid in uids]]
-
-
 class DynamicSampling:
-    """Collects scored rollouts of one step until enough groups qualify.
+    """Collects scored rollouts of one step until enough groups qualify, or no further round is allowed.
 
     The driver's loop, with any configuration (without filtering it ends after one round)::
 
@@ -106,10 +102,10 @@ class DynamicSampling:
             sampling.offer(score(generate(next_prompts(count))))
         batch = sampling.take()
 
-    ``mode=regenerate`` asks for ``gen_batch_size`` further prompts each round. ``mode=reserve`` starts with
-    ``train_batch_size`` prompts and replaces groups that do not qualify from the step's ``reserve_size`` spare ones, in order;
-    when the reserve is used up, groups that did not qualify fill the batch (their GRPO advantage is 0), so a step never
-    fails and never touches another step's prompts.
+    ``mode=regenerate`` asks for ``gen_batch_size`` further prompts each round, at most ``max_num_gen_batches`` rounds
+    in all. ``mode=reserve`` starts with ``train_batch_size`` prompts and may ask once more, for the step's
+    ``reserve_size`` spare ones. Groups that did not qualify fill a batch that is still too small: their GRPO advantage
+    is 0, so they only count in the denominators. (verl's trainer stops with an error there.)
 
     Args:
         config: ``algorithm.filter_groups``.
@@ -117,21 +113,23 @@ class DynamicSampling:
         gen_batch_size: prompts of one generation round, ``train_batch_size`` by default.
     """
 
-    def __init__(
-        self, config: FilterGroupsConfig, *, train_batch_size: int, gen_batch_size: int | None = None
-    ) -> None:
+    def __init__(self, config: FilterGroupsConfig, *, train_batch_size: int, gen_batch_size: int | None = None) -> None:
         self.config = config
         self.train_batch_size = train_batch_size
         self.gen_batch_size = gen_batch_size or train_batch_size
         self.rounds = 0
         self.statistics: list[GroupStatistics] = []
-        self._kept: list[Batch] = []
-        self._rest: list[Batch] = []
+        self._first_round = 0
+        self._offered: list[Batch] = []
 
     @property
-    def prompts_drawn(self) -> int:
-        """Prompts generated for so far."""
-        return len(self.statistics)
+    def compared(self) -> list[GroupStatistics]:
+        """The groups whose rewards may be compared between devices.
+
+        With a reserve they are those of the first round: whether the second is generated depends on the outcome.
+        """
+        reserve = self.config.enable and self.config.mode == "reserve"
+        return self.statistics[: self._first_round] if reserve else self.statistics
 
     @property
     def groups_kept(self) -> int:
@@ -141,33 +139,23 @@ class DynamicSampling:
     @property
     def kept_fraction(self) -> float:
         """Share of the generated groups that qualify."""
-        return self.groups_kept / self.prompts_drawn
+        return self.groups_kept / len(self.statistics)
+
+    @property
+    def filled(self) -> int:
+        """Groups of the batch that do not qualify."""
+        return max(0, self.train_batch_size - self.groups_kept)
 
     def prompts_wanted(self) -> int:
-        """How many further prompts to generate for; 0 when the batch is complete.
-
-        Raises:
-            InputError: ``mode=regenerate`` has used up its rounds (as verl's trainer does).
-        """
-        config, missing = self.config, self.train_batch_size - self.groups_kept
-        regenerates = config.enable and config.mode == "regenerate"
+        """How many further prompts to generate for; 0 when the batch is complete or no round is left."""
+        config = self.config
         if self.rounds == 0:
-            return self.gen_batch_size if regenerates else self.train_batch_size
-        if not config.enable or missing <= 0:
+            return self.gen_batch_size if config.enable and config.mode == "regenerate" else self.train_batch_size
+        if not config.enable or self.groups_kept >= self.train_batch_size:
             return 0
-        exhausted = 0 < config.max_num_gen_batches <= self.rounds
         if config.mode == "reserve":
-            left = self.train_batch_size + config.reserve_size - self.prompts_drawn
-            return 0 if exhausted else min(missing, left)
-        if exhausted:
-            raise InputError(
-                f"too few groups qualify after {self.rounds} generation rounds; the prompts are too easy or too hard",
-                where="algorithm.filter_groups.max_num_gen_batches",
-                expected=f"{self.train_batch_size} groups whose {config.metric} varies",
-                found=f"{self.groups_kept} of {self.prompts_drawn}",
-                next_step="choose other prompts, or raise the number of rounds (0: no limit)",
-            )
-        return self.gen_batch_size
+            return config.reserve_size if self.rounds == 1 else 0
+        return 0 if 0 < config.max_num_gen_batches <= self.rounds else self.gen_batch_size
 
     def offer(self, batch: Batch) -> list[GroupStatistics]:
         """Takes the scored rollouts of one round and returns their statistics.
@@ -179,26 +167,35 @@ class DynamicSampling:
         seen = {s.uid for s in self.statistics}
         for s in statistics:
             if s.uid in seen:
-                raise InputError("two rounds share a uid", where="rollout, uid", expected="a new uid per prompt", found=s.uid)
+                raise InputError(
+                    "two rounds share a uid", where="rollout, uid", expected="a new uid per prompt", found=s.uid
+                )
         if not self.config.enable:
             statistics = [replace(s, kept=True) for s in statistics]
-        kept = {s.uid for s in statistics if s.kept}
-        self._kept.append(keep_groups(batch, kept))
-        self._rest.append(keep_groups(batch, {s.uid for s in statistics} - kept))
+        if self.rounds == 0:
+            self._first_round = len(statistics)
+        self._offered.append(batch)
         self.statistics += statistics
         self.rounds += 1
         return statistics
 
     def take(self) -> Batch:
-        """The groups to train on: the first ``train_batch_size`` that qualify, in the order they were offered.
+        """The groups to train on: the first that qualify, then, where they are too few, the first that do not.
+
+        Groups and samples keep the order in which they were offered, qualifying groups first.
 
         Raises:
-            InputError: the batch is not complete.
+            InputError: fewer groups were offered than a step trains on.
         """
-        batch = Batch.concat(self._kept + (self._rest if self.config.mode == "reserve" else []))
-        uids = list(dict.fromkeys(batch["uid"]))
-        if len(uids) < self.train_batch_size:
+        ranked = sorted(self.statistics, key=lambda s: not s.kept)
+        chosen = [s.uid for s in ranked[: self.train_batch_size]]
+        if len(chosen) < self.train_batch_size:
             raise InputError(
-                "the step has too few groups", where="filter_groups", expected=self.train_batch_size, found=len(uids)
+                "the step has too few groups", where="filter_groups", expected=self.train_batch_size, found=len(chosen)
             )
-        return keep_groups(batch, set(uids[: self.train_batch_size]))
+        batch = Batch.concat(self._offered)
+        rows: dict[Hashable, list[int]] = {uid: [] for uid in chosen}
+        for i, uid in enumerate(batch["uid"]):
+            if uid in rows:
+                rows[uid].append(i)
+        return batch[[i for members in rows.values() for i in members]]

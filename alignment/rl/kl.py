@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence to the reference policy from the log-probs of sampled tokens, and its use in the reward.
+"""Estimators of the KL divergence to the reference from the log-probs of sampled tokens, and its use in the reward.
 
 With y ~ π, d = log π(y) − log π_ref(y) and r = exp(−d) (Schulman, *Approximating KL divergence*, 2020):
 
@@ -80,7 +80,7 @@ def apply_kl_penalty(
     kind: str,
     kl_coef: float,
 ) -> tuple[Tensor, float]:
-    """Rewards with the KL penalty inside: ``scores − kl_coef · kl`` on response tokens (``algorithm.use_kl_in_reward``).
+    """Rewards with the KL penalty inside (``use_kl_in_reward``): ``scores − kl_coef · kl`` on response tokens.
 
     Args:
         token_level_scores, old_log_probs, ref_log_prob, response_mask: [b,r].
@@ -102,8 +102,8 @@ def apply_kl_penalty(
 class KlController:
     """The coefficient of the KL penalty over the run: constant, or steered towards a target.
 
-    Adaptive (Ziegler et al., *Fine-tuning language models from human preferences*, 2019): after a step with n samples the
-    coefficient is multiplied by ``1 + clip(kl / target − 1, ±0.2) · n / horizon``.
+    Adaptive (Ziegler et al., *Fine-tuning language models from human preferences*, 2019): after a step with n samples
+    the coefficient is multiplied by ``1 + clip(kl / target − 1, ±0.2) · n / horizon``.
 
     Args:
         kind: ``fixed`` or ``adaptive``.

@@ -1,8 +1,8 @@
 """Log-probs of response tokens and entropies from logits.
 
-The one slicing convention: ``input_ids`` is p prompt tokens and r response tokens, and the logits at position i predict the
-token at i + 1, so the response is predicted by positions p − 1 … p + r − 2. Everything is computed in float32 or wider;
-narrower logits are widened *before* the temperature divides them.
+The one slicing convention: ``input_ids`` is p prompt tokens and r response tokens, and the logits at position i predict
+the token at i + 1, so the response is predicted by positions p − 1 … p + r − 2. Everything is computed in float32 or
+wider; narrower logits are widened *before* the temperature divides them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def response_logits(logits: Tensor, response_length: int) -> Tensor:
 def log_probs_and_entropy(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of its distribution, in nats.
 
-    ``log p = log_softmax(logits / temperature)``; entropy ``−Σ p · log p`` with 0 · log 0 = 0. Written this way neither can
-    leave its range by rounding: log-probs are ≤ 0 and entropies ≥ 0.
+    ``log p = log_softmax(logits / temperature)``; entropy ``−Σ p · log p`` with 0 · log 0 = 0. Written this way neither
+    can leave its range by rounding: log-probs are ≤ 0 and entropies ≥ 0.
 
     Args:
         logits: [...,v], any float dtype; −inf forbids a token.
@@ -53,7 +53,10 @@ def log_probs_and_entropy(logits: Tensor, labels: Tensor, *, temperature: float 
         raise InputError("the temperature has to be positive", where="temperature", expected="> 0", found=temperature)
     if logits.shape[:-1] != labels.shape:
         raise InputError(
-            "there is one label per distribution", where="labels", expected=list(logits.shape[:-1]), found=list(labels.shape)
+            "there is one label per distribution",
+            where="labels",
+            expected=list(logits.shape[:-1]),
+            found=list(labels.shape),
         )
     wide = logits if logits.dtype == torch.float64 else logits.float()
     # Dividing by 1 costs a copy of the logits.
@@ -69,8 +72,8 @@ def chunked_log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """The same numbers, bit for bit, from `chunk_size` tokens at a time.
 
-    Only one chunk's float32 probabilities exist at once, forward and backward (they are recomputed there), where the plain
-    form holds several copies of [b,r,v].
+    Only one chunk's float32 probabilities exist at once, forward and backward (they are recomputed there), where the
+    plain form holds several copies of [b,r,v].
     """
 
     def part(tokens: slice) -> tuple[Tensor, Tensor]:
@@ -105,7 +108,8 @@ def require_finite(logits: Tensor, *, stage: str, mask: Tensor | None = None) ->
     """Refuse logits or log-probs that are NaN or +inf where the mask is set.
 
     Args:
-        logits: [b,r,v] logits, or [b,r] log-probs. −inf is how a token is forbidden and passes, unless all of a row are.
+        logits: [b,r,v] logits, or [b,r] log-probs. −inf is how a token is forbidden and passes, unless all of a row
+            are.
         stage: the pipeline stage that made them, for the message.
         mask: [b,r], positions that count; all by default.
 
@@ -137,8 +141,9 @@ def _by_chunks(
         raise InputError("a chunk has at least one token", where="chunk_size", expected="≥ 1", found=chunk_size)
     total = shape.numel()
     # One chunk even for no tokens at all, so that dtype and device come from the computation.
-    starts = range(0, max(total, 1), chunk_size)
-    pieces = [
-        checkpoint(part, slice(i, i + chunk_size), use_reentrant=False, preserve_rng_state=False) for i in starts
-    ]
+    chunks = [slice(i, i + chunk_size) for i in range(0, max(total, 1), chunk_size)]
+    if torch.is_grad_enabled():
+        pieces = [checkpoint(part, chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    else:
+        pieces = [part(chunk) for chunk in chunks]
     return tuple(torch.cat(parts).reshape(shape) for parts in zip(*pieces))

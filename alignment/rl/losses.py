@@ -34,7 +34,7 @@ def policy_loss(
     counts: Counts | None = None,
     loss_scale_factor: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped objective with DAPO's asymmetric range (clip-higher) and dual clip (verl's ``vanilla`` policy loss).
+    """PPO's clipped objective with DAPO's clip-higher and dual clip (verl's ``vanilla`` policy loss).
 
     With ρ = exp(log_prob − old_log_prob), the exponent clamped to ±20, and advantage A, per token:
 
@@ -56,7 +56,9 @@ def policy_loss(
         InputError: ``clip_ratio_c`` ≤ 1.
     """
     if clip_ratio_c <= 1.0:
-        raise InputError("dual clip bounds the ratio from above", where="clip_ratio_c", expected="> 1", found=clip_ratio_c)
+        raise InputError(
+            "dual clip bounds the ratio from above", where="clip_ratio_c", expected="> 1", found=clip_ratio_c
+        )
     counts = counts or Counts.of(response_mask)
     mask = response_mask != 0
     zero = torch.zeros((), dtype=log_prob.dtype, device=log_prob.device)
@@ -101,7 +103,8 @@ def value_loss(
     Per token ``½ · max((v − R)², (clip(v, v_old ± cliprange_value) − R)²)``.
 
     Args:
-        vpreds: new predictions [b,r], which receive the gradient; `values`: those before the update; `returns`: targets.
+        vpreds: new predictions [b,r], which receive the gradient.
+        values, returns: the predictions before the update, and the targets [b,r].
         response_mask, loss_agg_mode, counts, loss_scale_factor: as in :func:`policy_loss`.
 
     Returns:
@@ -131,8 +134,8 @@ def value_loss(
 class ActorLoss:
     """The loss of the policy update, as training engines call it: ``loss(outputs, micro_batch)``.
 
-    ``policy loss − entropy_coeff · entropy + kl_loss_coef · KL`` with the parts that the configuration asks for, all under
-    one ``loss_agg_mode``.
+    ``policy loss − entropy_coeff · entropy + kl_loss_coef · KL`` with the parts that the configuration asks for, all
+    under one ``loss_agg_mode``.
 
     Attributes:
         config: ``actor_rollout_ref.actor``.
@@ -142,7 +145,9 @@ class ActorLoss:
     config: ActorConfig
     counts: Counts
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Share of the loss and of each metric.
 
         Args:
@@ -175,7 +180,9 @@ class ActorLoss:
         if config.use_kl_loss:
             if "ref_log_prob" not in micro_batch:
                 raise InputError(
-                    "the KL loss needs the reference's log-probs", where="update_actor, ref_log_prob", found=sorted(micro_batch)
+                    "the KL loss needs the reference's log-probs",
+                    where="update_actor, ref_log_prob",
+                    found=sorted(micro_batch),
                 )
             reference = micro_batch["ref_log_prob"].detach().to(outputs["log_probs"].dtype)
             zero = torch.zeros((), dtype=reference.dtype, device=reference.device)
@@ -205,8 +212,10 @@ class CriticLoss:
     counts: Counts
     loss_scale_factor: int | None = None
 
-    def __call__(self, outputs: Mapping[str, Tensor], micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of the loss and of each metric, from ``outputs["values"]`` and ``values``, ``returns``, ``response_mask``."""
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Share of the loss and of each metric: ``outputs["values"]`` against the fields ``values`` and ``returns``."""
         loss, metrics = value_loss(
             outputs["values"],
             micro_batch["values"],

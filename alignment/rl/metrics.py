@@ -1,9 +1,9 @@
 """The metrics of a step: their names, and reductions that do not depend on how the batch was cut.
 
-Metrics of an update arrive as *shares* (each already divided by the counts of the whole mini batch) and are added. Metrics of
-a batch are computed on the driver from all samples with exactly rounded sums (``math.fsum``), so neither order nor
-padding nor micro-batching changes a bit of them. A mean of means occurs nowhere, except over the optimizer steps of one
-training step, which all have equal weight.
+Metrics of an update arrive as *shares* (each already divided by the counts of the whole mini batch) and are added.
+Metrics of a batch are computed on the driver from all samples with exactly rounded sums (``math.fsum``), so neither
+order nor padding nor micro-batching changes a bit of them. A mean of means occurs nowhere, except over the optimizer
+steps of one training step, which all have equal weight.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ METRICS: dict[str, Metric] = {
         Metric(name="actor/kl_loss", reduction=SHARE, unit="nats", meaning="KL to the reference, by loss_agg_mode"),
         Metric(name="actor/grad_norm", reduction=UPDATE, unit="", meaning="global L2 norm before clipping"),
         Metric(name="actor/lr", reduction=UPDATE, unit="", meaning="learning rate"),
-        Metric(name="actor/reward_kl_penalty", reduction="mean over samples of the mean over tokens", unit="nats", meaning="KL in the reward"),
+        Metric(
+            name="actor/reward_kl_penalty",
+            reduction="mean over samples of the mean over tokens",
+            unit="nats",
+            meaning="KL in the reward",
+        ),
         Metric(name="actor/reward_kl_penalty_coeff", reduction="one per step", unit="", meaning="its coefficient"),
         Metric(name="critic/vf_loss", reduction=SHARE, unit="", meaning="value loss"),
         Metric(name="critic/vf_clipfrac", reduction=SHARE, unit="fraction", meaning="tokens on the clipped branch"),
@@ -66,20 +71,63 @@ METRICS: dict[str, Metric] = {
         *_family("critic/returns", "", "return per response token"),
         *_family("response_length", "tokens", "response"),
         *_family("prompt_length", "tokens", "prompt"),
-        Metric(name="response_length/clip_ratio", reduction=SAMPLES, unit="fraction", meaning="responses as long as the limit"),
-        Metric(name="reward/before_filter", reduction=SAMPLES, unit="reward", meaning="score of every generated sample"),
+        Metric(
+            name="response_length/clip_ratio",
+            reduction=SAMPLES,
+            unit="fraction",
+            meaning="responses as long as the limit",
+        ),
+        Metric(
+            name="reward/before_filter",
+            reduction=SAMPLES,
+            unit="reward",
+            meaning="score of every sample that devices may compare",
+        ),
         Metric(name="reward/after_filter", reduction=SAMPLES, unit="reward", meaning="score of the samples trained on"),
-        Metric(name="acc/before_filter", reduction=SAMPLES, unit="fraction", meaning="correct among all generated samples"),
-        Metric(name="acc/after_filter", reduction=SAMPLES, unit="fraction", meaning="correct among the samples trained on"),
-        Metric(name="response_length/before_filter", reduction=SAMPLES, unit="tokens", meaning="every generated response"),
-        Metric(name="filter/kept_fraction", reduction="kept groups over generated groups", unit="fraction", meaning="groups that qualify"),
+        Metric(name="acc/before_filter", reduction=SAMPLES, unit="fraction", meaning="correct among them"),
+        Metric(
+            name="acc/after_filter", reduction=SAMPLES, unit="fraction", meaning="correct among the samples trained on"
+        ),
+        Metric(name="response_length/before_filter", reduction=SAMPLES, unit="tokens", meaning="their responses"),
+        Metric(
+            name="filter/kept_fraction",
+            reduction="kept groups over generated groups",
+            unit="fraction",
+            meaning="groups that qualify",
+        ),
         Metric(name="filter/num_gen_batches", reduction="one per step", unit="rounds", meaning="generation rounds"),
-        Metric(name="training/rollout_log_probs_abs_diff_mean", reduction=TOKENS, unit="nats", meaning="abs. train minus rollout log-prob"),
-        Metric(name="training/rollout_log_probs_diff_mean", reduction=TOKENS, unit="nats", meaning="train minus rollout log-prob, signed"),
-        Metric(name="training/rollout_log_probs_diff_max", reduction="maximum over response tokens", unit="nats", meaning="largest abs. difference"),
-        Metric(name="training/rollout_actor_probs_pearson_corr", reduction="over response tokens", unit="", meaning="correlation of the probabilities"),
+        Metric(
+            name="filter/filled",
+            reduction="one per step",
+            unit="groups",
+            meaning="groups trained on that do not qualify",
+        ),
+        Metric(
+            name="training/rollout_log_probs_abs_diff_mean",
+            reduction=TOKENS,
+            unit="nats",
+            meaning="abs. train minus rollout log-prob",
+        ),
+        Metric(
+            name="training/rollout_log_probs_diff_mean",
+            reduction=TOKENS,
+            unit="nats",
+            meaning="train minus rollout log-prob, signed",
+        ),
+        Metric(
+            name="training/rollout_log_probs_diff_max",
+            reduction="maximum over response tokens",
+            unit="nats",
+            meaning="largest abs. difference",
+        ),
+        Metric(
+            name="training/rollout_actor_probs_pearson_corr",
+            reduction="over response tokens",
+            unit="",
+            meaning="correlation of the probabilities",
+        ),
     )
-}  # fmt: skip
+}
 
 
 def add_shares(shares: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -136,7 +184,7 @@ def sampling_metrics(sampling: DynamicSampling, batch: Batch) -> dict[str, float
         sampling: after its last round.
         batch: what it gave to train on.
     """
-    groups = sampling.statistics
+    groups = sampling.compared
     samples = sum(g.size for g in groups)
     metrics = {
         "reward/before_filter": math.fsum(g.mean * g.size for g in groups) / samples,
@@ -144,6 +192,7 @@ def sampling_metrics(sampling: DynamicSampling, batch: Batch) -> dict[str, float
         "response_length/before_filter": math.fsum(g.response_length * g.size for g in groups) / samples,
         "filter/kept_fraction": sampling.kept_fraction,
         "filter/num_gen_batches": float(sampling.rounds),
+        "filter/filled": float(sampling.filled),
     }
     if all(g.acc is not None for g in groups):
         metrics["acc/before_filter"] = math.fsum(g.acc * g.size for g in groups) / samples
@@ -154,9 +203,9 @@ def sampling_metrics(sampling: DynamicSampling, batch: Batch) -> dict[str, float
 def log_prob_gap(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
     """How far the trainer's log-probs of the sampled tokens are from the rollout engine's.
 
-    Over response tokens, Δ = trainer − rollout: mean of abs. Δ, signed mean, largest abs. Δ, and Pearson's correlation of the
-    *probabilities* (1 when both are equal; left out when one of them is constant). Rounding has a signed mean near 0, faults
-    have a sign.
+    Over response tokens, Δ = trainer − rollout: mean of abs. Δ, signed mean, largest abs. Δ, and Pearson's correlation
+    of the *probabilities* (1 when both are equal; left out when one of them is constant). Rounding has a signed mean
+    near 0, faults have a sign.
 
     Args:
         log_probs, rollout_log_probs, response_mask: [b,r].

@@ -13,8 +13,8 @@ from alignment.errors import InputError
 def overlong_reward(length: int, *, max_response_length: int, buffer_len: int, penalty_factor: float = 1.0) -> float:
     """What a response of `length` tokens loses (DAPO, arXiv 2503.14476, equation 13; verl's DAPO reward manager).
 
-    ``min(−(length − (max_response_length − buffer_len)) / buffer_len · penalty_factor, 0)``: nothing up to where the buffer
-    begins, then linearly down to ``−penalty_factor`` at the limit.
+    ``min(−(length − (max_response_length − buffer_len)) / buffer_len · penalty_factor, 0)``: nothing up to where the
+    buffer begins, then linearly down to ``−penalty_factor`` at the limit.
 
     Raises:
         InputError: a buffer that does not lie inside the response, or a length beyond the limit.
@@ -28,13 +28,18 @@ def overlong_reward(length: int, *, max_response_length: int, buffer_len: int, p
         )
     if not 0 <= length <= max_response_length:
         raise InputError(
-            "a response is longer than the limit", where="overlong_reward", expected=f"0 … {max_response_length}", found=length
+            "a response is longer than the limit",
+            where="overlong_reward",
+            expected=f"0 … {max_response_length}",
+            found=length,
         )
     exceeds = length - (max_response_length - buffer_len)
     return min(-exceeds / buffer_len * penalty_factor, 0.0)
 
 
-def place_on_last_token(rewards: Sequence[float], response_mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+def place_on_last_token(
+    rewards: Sequence[float], response_mask: Tensor, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Each sample's reward on its last response token, 0 elsewhere.
 
     Args:

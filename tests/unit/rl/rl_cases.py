@@ -47,7 +47,7 @@ def build_batch(
     def random(low: float, high: float) -> torch.Tensor:
         return torch.from_numpy(rng.uniform(low, high, (b, r))) * mask
 
-    score = [float(x) for x in rng.integers(0, 2, b)]
+    score = [float(i % 2) for i in range(b)]
     scores = torch.zeros((b, r), dtype=torch.float64)
     scores[torch.arange(b), torch.tensor(lengths) - 1] = torch.tensor(score, dtype=torch.float64)
     log_probs = random(-3.0, -0.01)
@@ -86,8 +86,9 @@ def build_batch(
 def rounding(dtype: torch.dtype, terms: int, magnitude: float) -> float:
     """Bound on the rounding error of a sum of `terms` numbers whose absolute values add up to `magnitude`.
 
-    Higham, *Accuracy and stability of numerical algorithms*, section 4.2: at most (terms − 1) · u · Σ|x|; each side of a
-    comparison has that error, and u is half of eps, so terms · eps · Σ|x| holds both, with a few operations per term to spare.
+    Higham, *Accuracy and stability of numerical algorithms*, section 4.2: at most (terms − 1) · u · Σ|x|; each side of
+    a comparison has that error, and u is half of eps, so terms · eps · Σ|x| holds both, with a few operations per term
+    to spare.
     """
     return terms * torch.finfo(dtype).eps * magnitude
 

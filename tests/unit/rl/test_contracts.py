@@ -64,96 +64,171 @@ def test_each_field_of_each_stage_is_needed(make_batch, stage):
 VIOLATIONS = {
     # name: (stage, field, edit, message)
     "a prompt that is right padded": (
-        "rollout", "prompt_mask", put((0, slice(None)), torch.tensor([1, 1, 0, 0])),
+        "rollout",
+        "prompt_mask",
+        put((0, slice(None)), torch.tensor([1, 1, 0, 0])),
         "rollout, prompt_mask, sample 0, token 1: the prompt is not left padded",
     ),
     "a prompt without tokens": (
-        "rollout", "prompt_mask", put((1, slice(None)), 0), "prompt_mask, sample 1: the prompt has no tokens",
+        "rollout",
+        "prompt_mask",
+        put((1, slice(None)), 0),
+        "prompt_mask, sample 1: the prompt has no tokens",
     ),
     "a token in the prompt's padding": (
-        "rollout", "prompts", put((0, 0), 7), "rollout, prompts, sample 0, token 0: prompt padding holds a token",
+        "rollout",
+        "prompts",
+        put((0, 0), 7),
+        "rollout, prompts, sample 0, token 0: prompt padding holds a token",
     ),
     "a mask with a 2": (
-        "old_log_prob", "response_mask", put((0, 0), 2), "response_mask, sample 0, token 0: a mask holds 0 and 1 only; expected 0 or 1; found 2",
+        "old_log_prob",
+        "response_mask",
+        put((0, 0), 2),
+        "response_mask, sample 0, token 0: a mask holds 0 and 1 only; expected 0 or 1; found 2",
     ),
     "the EOS token outside the mask": (
-        "old_log_prob", "response_mask", put((0, 2), 0),
-        "response_mask, sample 0, token 2: the mask stops before the end of the response; expected 1 up to the first EOS; found 0",
+        "old_log_prob",
+        "response_mask",
+        put((0, 2), 0),
+        "response_mask, sample 0, token 2: the mask stops before the end of the response; expected 1 up to the "
+        "first EOS; found 0",
     ),
     "a token after EOS inside the mask": (
-        "old_log_prob", "response_mask", put((0, 3), 1),
+        "old_log_prob",
+        "response_mask",
+        put((0, 3), 1),
         "response_mask, sample 0, token 3: the mask goes on after the end of the response",
     ),
     "a hole in the response mask": (
-        "update_actor", "response_mask", put((1, 1), 0),
+        "update_actor",
+        "response_mask",
+        put((1, 1), 0),
         "update_actor, response_mask, sample 1, token 2: the mask is not one run from the first response token",
     ),
     "a response mask that starts late": (
-        "update_actor", "response_mask", put((1, 0), 0), "response_mask, sample 1, token 0: the mask is not one run",
+        "update_actor",
+        "response_mask",
+        put((1, 0), 0),
+        "response_mask, sample 1, token 0: the mask is not one run",
     ),
     "an empty response": (
-        "reward", "response_mask", put((2, slice(None)), 0), "reward, response_mask, sample 2: the response has no tokens; expected at least one; found 0",
+        "reward",
+        "response_mask",
+        put((2, slice(None)), 0),
+        "reward, response_mask, sample 2: the response has no tokens; expected at least one; found 0",
     ),
     "a token in the response's padding": (
-        "reward", "responses", put((2, 3), 9), "reward, responses, sample 2, token 3: response padding holds a token; expected pad_token_id 0; found 9",
+        "reward",
+        "responses",
+        put((2, 3), 9),
+        "reward, responses, sample 2, token 3: response padding holds a token; expected pad_token_id 0; found 9",
     ),
     "an attention mask that ends early": (
-        "ref_log_prob", "attention_mask", put((1, 8), 0),
-        "ref_log_prob, response_mask, sample 1, token 4: the attention mask differs from the response mask; expected 0; found 1",
+        "ref_log_prob",
+        "attention_mask",
+        put((1, 8), 0),
+        "ref_log_prob, response_mask, sample 1, token 4: the attention mask differs from the response mask; "
+        "expected 0; found 1",
     ),
     "positions that count the padding": (
-        "values", "position_ids", put((0, slice(None)), torch.arange(9)),
+        "values",
+        "position_ids",
+        put((0, slice(None)), torch.arange(9)),
         "values, position_ids, sample 0, token 2: a token has the wrong position; expected 0; found 2",
     ),
     "input ids of other responses": (
-        "update_actor", "input_ids", put((3, 4), 22), "update_actor, input_ids, sample 3, token 4: input_ids is not the prompt followed by the response",
+        "update_actor",
+        "input_ids",
+        put((3, 4), 22),
+        "update_actor, input_ids, sample 3, token 4: input_ids is not the prompt followed by the response",
     ),
     "a positive log-prob": (
-        "old_log_prob", "old_log_probs", put((0, 1), 0.5), "old_log_prob, old_log_probs, sample 0, token 1: a log-prob is positive; expected at most 0; found 0.5",
+        "old_log_prob",
+        "old_log_probs",
+        put((0, 1), 0.5),
+        "old_log_prob, old_log_probs, sample 0, token 1: a log-prob is positive; expected at most 0; found 0.5",
     ),
     "a NaN log-prob": (
-        "ref_log_prob", "ref_log_prob", put((0, 1), math.nan), "ref_log_prob, ref_log_prob, sample 0, token 1: a log-prob is not finite; expected a finite number; found nan",
+        "ref_log_prob",
+        "ref_log_prob",
+        put((0, 1), math.nan),
+        "ref_log_prob, ref_log_prob, sample 0, token 1: a log-prob is not finite; expected a finite number; found nan",
     ),
     "an infinite rollout log-prob": (
-        "rollout", "rollout_log_probs", put((1, 0), -math.inf), "rollout, rollout_log_probs, sample 1, token 0: a log-prob is not finite",
+        "rollout",
+        "rollout_log_probs",
+        put((1, 0), -math.inf),
+        "rollout, rollout_log_probs, sample 1, token 0: a log-prob is not finite",
     ),
     "a negative entropy": (
-        "old_log_prob", "entropys", put((1, 0), -1.0), "entropys, sample 1, token 0: an entropy is negative",
+        "old_log_prob",
+        "entropys",
+        put((1, 0), -1.0),
+        "entropys, sample 1, token 0: an entropy is negative",
     ),
     "a NaN entropy": (
-        "old_log_prob", "entropys", put((1, 0), math.nan), "entropys, sample 1, token 0: an entropy is not finite",
+        "old_log_prob",
+        "entropys",
+        put((1, 0), math.nan),
+        "entropys, sample 1, token 0: an entropy is not finite",
     ),
     "a NaN value": (
-        "values", "values", put((3, 0), math.nan), "values, values, sample 3, token 0: a value is not finite",
+        "values",
+        "values",
+        put((3, 0), math.nan),
+        "values, values, sample 3, token 0: a value is not finite",
     ),
     "a NaN advantage": (
-        "update_actor", "advantages", put((3, 0), math.nan), "update_actor, advantages, sample 3, token 0: a value is not finite",
+        "update_actor",
+        "advantages",
+        put((3, 0), math.nan),
+        "update_actor, advantages, sample 3, token 0: a value is not finite",
     ),
     "an advantage on padding": (
-        "update_actor", "advantages", put((2, 4), 1.0), "advantages, sample 2, token 4: padding carries a value; expected 0; found 1.0",
+        "update_actor",
+        "advantages",
+        put((2, 4), 1.0),
+        "advantages, sample 2, token 4: padding carries a value; expected 0; found 1.0",
     ),
     "a reward on the first token": (
-        "reward", "token_level_scores", put((0, 0), 1.0),
-        "reward, token_level_scores, sample 0, token 0: the reward is not on the last response token; expected 0 here, the reward on token 2; found 1.0",
+        "reward",
+        "token_level_scores",
+        put((0, 0), 1.0),
+        "reward, token_level_scores, sample 0, token 0: the reward is not on the last response token; expected 0 "
+        "here, the reward on token 2; found 1.0",
     ),
     "a reward on the last column": (
-        "reward", "token_level_scores", put((0, 4), 1.0),
+        "reward",
+        "token_level_scores",
+        put((0, 4), 1.0),
         "token_level_scores, sample 0, token 4: the reward is not on the last response token",
     ),
     "a reward that is not the score": (
-        "reward", "token_level_scores", put((0, 2), 0.25),
+        "reward",
+        "token_level_scores",
+        put((0, 2), 0.25),
         r"token_level_scores, sample 0: the token-level reward is not the sample's score \(plus its overlong_reward\)",
     ),
     "a group of the wrong size": (
-        "rollout", "uid", put(1, "u9"), "rollout, uid, sample 0: the group of uid 'u0' has the wrong size; expected 2 samples; found 1",
+        "rollout",
+        "uid",
+        put(1, "u9"),
+        "rollout, uid, sample 0: the group of uid 'u0' has the wrong size; expected 2 samples; found 1",
     ),
     "samples tiled instead of interleaved": (
-        "rollout", "uid", put(slice(None), ["u0", "u1", "u0", "u1"]), "the samples of uid 'u0' are not adjacent",
+        "rollout",
+        "uid",
+        put(slice(None), ["u0", "u1", "u0", "u1"]),
+        "the samples of uid 'u0' are not adjacent",
     ),
     "a group with two prompts": (
-        "reward", "uid", put(slice(None), ["u0", "u1", "u1", "u0"]), "reward, prompts, sample 3: samples of uid 'u0' have different prompts; expected the prompt of sample 0",
+        "reward",
+        "uid",
+        put(slice(None), ["u0", "u1", "u1", "u0"]),
+        "reward, prompts, sample 3: samples of uid 'u0' have different prompts; expected the prompt of sample 0",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", VIOLATIONS.values(), ids=VIOLATIONS.keys())
@@ -171,7 +246,9 @@ def test_shape_and_dtype_of_every_field(make_batch, stage):
         axes = "×".join(FIELDS[name].axes)
         with pytest.raises(InputError, match=f"{stage}, {name}: the field has the wrong shape; expected {axes} = "):
             check(stage, batch.add({name: batch[name].unsqueeze(-1)}))
-        with pytest.raises(InputError, match=f"{stage}, {name}: the field has the wrong dtype; expected .*; found float16"):
+        with pytest.raises(
+            InputError, match=f"{stage}, {name}: the field has the wrong dtype; expected .*; found float16"
+        ):
             check(stage, batch.add({name: batch[name].half()}))
 
 
@@ -238,7 +315,9 @@ def test_a_stage_changes_only_what_it_adds(make_batch):
     before = batch.drop(["old_log_probs", "entropys"])
     check_untouched("old_log_prob", before, batch)
     check_untouched("old_log_prob", batch, changed(batch, "old_log_probs", put((0, 0), -1.0)))
-    with pytest.raises(InputError, match="old_log_prob, responses, sample 0: the stage changed a field that it only reads"):
+    with pytest.raises(
+        InputError, match="old_log_prob, responses, sample 0: the stage changed a field that it only reads"
+    ):
         check_untouched("old_log_prob", before, batch[[1, 0, 2, 3]])
     with pytest.raises(InputError, match="old_log_prob, uid, sample 1: the stage changed"):
         check_untouched("old_log_prob", before, changed(batch, "uid", put(1, "x")))

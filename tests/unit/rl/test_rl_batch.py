@@ -21,7 +21,9 @@ def test_length_fields_and_text(batch):
 
 
 def test_fields_of_unequal_length_are_refused():
-    with pytest.raises(InputError, match=r"batch\['y'\]: every field has one entry per sample; expected 3 samples, as in 'x'; found 2"):
+    with pytest.raises(
+        InputError, match=r"batch\['y'\]: every field has one entry per sample; expected 3 samples, as in 'x'; found 2"
+    ):
         Batch({"x": torch.zeros(3, 1), "y": torch.zeros(2, 1)})
     with pytest.raises(InputError, match=r"expected 3 samples, as in 'x'; found 1 samples"):
         Batch({"x": torch.zeros(3, 1)}, {"uid": ["a"]})
@@ -43,9 +45,7 @@ def test_missing_field_names_the_nearest(batch):
         batch["uids"]
 
 
-@pytest.mark.parametrize(
-    "rows", [[2, 0], torch.tensor([2, 0]), (2, -3)], ids=["list", "tensor", "negative"]
-)
+@pytest.mark.parametrize("rows", [[2, 0], torch.tensor([2, 0]), (2, -3)], ids=["list", "tensor", "negative"])
 def test_rows_keep_the_order_they_are_named_in(batch, rows):
     picked = batch[rows]
     assert picked["x"].tolist() == [[4, 5], [0, 1]]
@@ -102,7 +102,9 @@ def test_concat_refuses_batches_that_do_not_fit(batch):
     with pytest.raises(InputError, match="batch 1 has other fields than batch 0"):
         Batch.concat([batch, batch.drop(["uid"])])
     wide = batch.add({"x": torch.zeros(3, 3, dtype=torch.int64)})
-    with pytest.raises(InputError, match=r"Batch.concat, x: batch 1 does not fit batch 0; expected \[2\] torch.int64; found \[3\]"):
+    with pytest.raises(
+        InputError, match=r"Batch.concat, x: batch 1 does not fit batch 0; expected \[2\] torch.int64; found \[3\]"
+    ):
         Batch.concat([batch, wide])
     with pytest.raises(InputError, match="torch.float32"):
         Batch.concat([batch, batch.add({"x": batch["x"].float()})])

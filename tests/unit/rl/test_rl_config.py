@@ -58,7 +58,12 @@ def test_dapo_presets_are_dapo():
         assert config.reward_model.overlong_buffer.enable
     assert load_config("dapo-tiny").curve_gate == "paired"
     assert load_config("dapo-tiny-filtered").curve_gate == "unpaired"
-    assert load_config("dapo-tiny-filtered", ["algorithm.filter_groups.mode=reserve", "algorithm.filter_groups.reserve_size=4"]).curve_gate == "paired"
+    assert (
+        load_config(
+            "dapo-tiny-filtered", ["algorithm.filter_groups.mode=reserve", "algorithm.filter_groups.reserve_size=4"]
+        ).curve_gate
+        == "paired"
+    )
 
 
 def test_other_presets_are_their_algorithms():
@@ -89,7 +94,9 @@ def test_overrides_in_verls_vocabulary():
 
 
 def test_one_batching_convention_for_training_and_inference():
-    config = TrainConfig.from_dict(small(actor_rollout_ref__actor__use_dynamic_bsz=True, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=50))
+    config = TrainConfig.from_dict(
+        small(actor_rollout_ref__actor__use_dynamic_bsz=True, actor_rollout_ref__actor__ppo_max_token_len_per_gpu=50)
+    )
     for section in (config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref):
         assert section.log_prob_use_dynamic_bsz is True
         assert section.log_prob_max_token_len_per_gpu == 50
@@ -98,7 +105,9 @@ def test_one_batching_convention_for_training_and_inference():
 
 
 def test_inherited_fields():
-    config = TrainConfig.from_dict(small(actor_rollout_ref__actor__clip_ratio=0.1, actor_rollout_ref__model__dtype="bfloat16"))
+    config = TrainConfig.from_dict(
+        small(actor_rollout_ref__actor__clip_ratio=0.1, actor_rollout_ref__model__dtype="bfloat16")
+    )
     policy = config.actor_rollout_ref
     assert (policy.actor.clip_ratio_low, policy.actor.clip_ratio_high) == (0.1, 0.1)
     assert (policy.rollout.dtype, policy.ref.dtype) == ("bfloat16", "bfloat16")
@@ -113,14 +122,22 @@ def test_engine_has_two_names():
     config = TrainConfig.from_dict(small(engine__train="megatron", actor_rollout_ref__rollout__name="vllm"))
     assert config.actor_rollout_ref.actor.strategy == config.engine.train == "megatron"
     assert config.actor_rollout_ref.rollout.name == config.engine.rollout == "vllm"
-    with pytest.raises(InputError, match="engine.train: engine.train and actor_rollout_ref.actor.strategy name different engines; expected fsdp; found megatron"):
+    with pytest.raises(
+        InputError,
+        match="engine.train: engine.train and actor_rollout_ref.actor.strategy name different engines; expected "
+        "fsdp; found megatron",
+    ):
         TrainConfig.from_dict(small(engine__train="megatron", actor_rollout_ref__actor__strategy="fsdp"))
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.actor.clip_ratio_hi=0.3", "actor_rollout_ref.actor.clip_ratio_hi: there is no such key. Next: the nearest known key is actor_rollout_ref.actor.clip_ratio_high"),
+        (
+            "actor_rollout_ref.actor.clip_ratio_hi=0.3",
+            "actor_rollout_ref.actor.clip_ratio_hi: there is no such key. Next: the nearest known key is "
+            "actor_rollout_ref.actor.clip_ratio_high",
+        ),
         ("actor.clip_ratio_high=0.3", "nearest known key is actor_rollout_ref.actor.clip_ratio_high"),
         ("trainer.total_training_step=3", "nearest known key is trainer.total_training_steps"),
         ("+trainer.wandb=1", r"\+trainer.wandb=1: keys are neither added nor removed.*expected trainer.wandb=…"),
@@ -130,16 +147,23 @@ def test_engine_has_two_names():
         ("trainer.seed=abc", "trainer.seed: the value has the wrong type; expected a whole number; found 'abc'"),
         ("trainer.seed=1.5", "trainer.seed: the value has the wrong type; expected a whole number; found 1.5"),
         ("trainer.seed=true", "trainer.seed: the value has the wrong type"),
-        ("trainer.deterministic=1", "trainer.deterministic: the value has the wrong type; expected true or false; found 1"),
+        (
+            "trainer.deterministic=1",
+            "trainer.deterministic: the value has the wrong type; expected true or false; found 1",
+        ),
         ("trainer.seed=null", "trainer.seed: the value has the wrong type; expected a whole number; found None"),
         ("actor_rollout_ref.actor.optim.lr=.nan", "optim.lr: the value is not finite"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "betas: the value has the wrong type; expected a list of 2"),
-        ("algorithm.adv_estimator=grop", "algorithm.adv_estimator: the value is not one of the choices; expected grpo | gae | rloo; found 'grop'. Next: did you mean grpo"),
+        (
+            "algorithm.adv_estimator=grop",
+            "algorithm.adv_estimator: the value is not one of the choices; expected grpo | gae | rloo; found "
+            "'grop'. Next: did you mean grpo",
+        ),
         ("trainer.logger=[wandb]", r"trainer.logger\[0\]: the value is not one of the choices"),
         ("trainer.seed=[", "the override cannot be read"),
         ("trainer.experiment_name=${nothing.here}", "an interpolation cannot be resolved"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_override_is_one_clear_error(override, message):
     with pytest.raises(InputError, match=message):
         load_config("dapo-tiny", [override])
@@ -148,30 +172,81 @@ def test_a_wrong_override_is_one_clear_error(override, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"actor_rollout_ref__actor__ppo_mini_batch_size": 3}, "ppo_mini_batch_size: a step consists of whole mini batches; expected a divisor of data.train_batch_size = 8; found 3"),
-        ({"trainer__n_gpus_per_node": 3}, "shared out evenly over the data parallel ranks; expected ppo_mini_batch_size · rollout.n divisible by 3 ranks; found 2 · 4 = 8"),
-        ({"actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3}, "consists of whole micro batches; expected a divisor of 8; found 3"),
-        ({"actor_rollout_ref__rollout__n": 1, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1}, "rollout.n: grpo compares the samples of a prompt with each other; expected at least 2; found 1"),
-        ({"algorithm__filter_groups__enable": True, "trainer__curve_gate": "paired"}, "trainer.curve_gate: regenerating prompts .* Next: set algorithm.filter_groups.mode=reserve"),
-        ({"algorithm__filter_groups__enable": True, "algorithm__filter_groups__mode": "reserve"}, "algorithm.filter_groups.reserve_size: the value has to be positive"),
-        ({"algorithm__filter_groups__max_num_gen_batches": -1}, "max_num_gen_batches: the number of generation rounds is not negative"),
-        ({"actor_rollout_ref__actor__use_dynamic_bsz": True, "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 9}, r"the token budget has to hold the longest sample; expected at least data.max_prompt_length \+ data.max_response_length = 10; found 9"),
-        ({"actor_rollout_ref__actor__clip_ratio_c": 1.0}, "clip_ratio_c: dual clip bounds the ratio from above; expected > 1"),
+        (
+            {"actor_rollout_ref__actor__ppo_mini_batch_size": 3},
+            "ppo_mini_batch_size: a step consists of whole mini batches; expected a divisor of "
+            "data.train_batch_size = 8; found 3",
+        ),
+        (
+            {"trainer__n_gpus_per_node": 3},
+            "shared out evenly over the data parallel ranks; expected ppo_mini_batch_size · rollout.n divisible "
+            "by 3 ranks; found 2 · 4 = 8",
+        ),
+        (
+            {"actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 3},
+            "consists of whole micro batches; expected a divisor of 8; found 3",
+        ),
+        (
+            {"actor_rollout_ref__rollout__n": 1, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1},
+            "rollout.n: grpo compares the samples of a prompt with each other; expected at least 2; found 1",
+        ),
+        (
+            {"algorithm__filter_groups__enable": True, "trainer__curve_gate": "paired"},
+            "trainer.curve_gate: regenerating prompts .* Next: set algorithm.filter_groups.mode=reserve",
+        ),
+        (
+            {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__mode": "reserve"},
+            "algorithm.filter_groups.reserve_size: the value has to be positive",
+        ),
+        (
+            {"algorithm__filter_groups__max_num_gen_batches": -1},
+            "max_num_gen_batches: the number of generation rounds is not negative",
+        ),
+        (
+            {
+                "actor_rollout_ref__actor__use_dynamic_bsz": True,
+                "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 9,
+            },
+            r"the token budget has to hold the longest sample; expected at least data.max_prompt_length \+ "
+            r"data.max_response_length = 10; found 9",
+        ),
+        (
+            {"actor_rollout_ref__actor__clip_ratio_c": 1.0},
+            "clip_ratio_c: dual clip bounds the ratio from above; expected > 1",
+        ),
         ({"actor_rollout_ref__actor__clip_ratio_low": 1.0}, "clip_ratio_low: the lower clip bound"),
         ({"actor_rollout_ref__rollout__temperature": 0.0}, "rollout.temperature: the value has to be positive"),
-        ({"actor_rollout_ref__rollout__top_p": 1.5}, "rollout.top_p: the value is out of range; expected 0 … 1; found 1.5"),
+        (
+            {"actor_rollout_ref__rollout__top_p": 1.5},
+            "rollout.top_p: the value is out of range; expected 0 … 1; found 1.5",
+        ),
         ({"actor_rollout_ref__rollout__top_k": 0}, "top_k keeps at least one token"),
-        ({"reward_model__overlong_buffer": {"enable": True, "len": 7}, "reward_model__reward_manager": "dapo"}, "the overlong buffer lies inside the response; expected 1 … data.max_response_length = 6; found 7"),
-        ({"reward_model__overlong_buffer": {"enable": True, "len": 2}}, "only the dapo reward manager applies the overlong buffer"),
-        ({"trainer__resume_mode": "resume_path"}, "trainer.resume_from_path: resume_mode=resume_path needs a checkpoint"),
+        (
+            {"reward_model__overlong_buffer": {"enable": True, "len": 7}, "reward_model__reward_manager": "dapo"},
+            "the overlong buffer lies inside the response; expected 1 … data.max_response_length = 6; found 7",
+        ),
+        (
+            {"reward_model__overlong_buffer": {"enable": True, "len": 2}},
+            "only the dapo reward manager applies the overlong buffer",
+        ),
+        (
+            {"trainer__resume_mode": "resume_path"},
+            "trainer.resume_from_path: resume_mode=resume_path needs a checkpoint",
+        ),
         ({"trainer__save_freq": -2}, "trainer.save_freq: the value is out of range"),
-        ({"actor_rollout_ref__actor__optim": {"betas": [0.9, 1.0]}}, "betas: the value is out of range; expected 0 ≤ β < 1"),
-        ({"actor_rollout_ref__actor__optim": {"lr": -1.0}}, "actor_rollout_ref.actor.optim.lr: the value has to be positive"),
+        (
+            {"actor_rollout_ref__actor__optim": {"betas": [0.9, 1.0]}},
+            "betas: the value is out of range; expected 0 ≤ β < 1",
+        ),
+        (
+            {"actor_rollout_ref__actor__optim": {"lr": -1.0}},
+            "actor_rollout_ref.actor.optim.lr: the value has to be positive",
+        ),
         ({"data": 3}, "data: a section is a mapping; expected a mapping; found int"),
         ({"dat": {}}, "dat: there is no such key"),
         ({"actor_rollout_ref__actor__loss_agg_mode": "token_mean"}, "did you mean token-mean"),
     ],
-)  # fmt: skip
+)
 def test_values_that_do_not_fit_together(changes, message):
     TrainConfig.from_dict(SMALL)
     with pytest.raises(InputError, match=message):
@@ -180,7 +255,11 @@ def test_values_that_do_not_fit_together(changes, message):
 
 def test_yaml_file(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("data: {train_files: a.parquet}\nactor_rollout_ref:\n  rollout: {n: 2}\ntrainer: {seed: 7, experiment_name: 'e${trainer.seed}'}\n")
+    path.write_text(
+        "data: {train_files: a.parquet}\n"
+        "actor_rollout_ref:\n  rollout: {n: 2}\n"
+        "trainer: {seed: 7, experiment_name: 'e${trainer.seed}'}\n"
+    )
     config = load_config(path)
     assert (config.data.train_files, config.trainer.seed, config.trainer.experiment_name) == (("a.parquet",), 7, "e7")
     with pytest.raises(InputError, match="cannot be read .No such file"):
@@ -209,7 +288,10 @@ def test_configuration_is_frozen_and_keyword_only():
 
 def test_hash_depends_on_what_is_computed_only():
     base = TrainConfig.from_dict(SMALL)
-    assert TrainConfig.from_dict(small(trainer__device="npu", trainer__experiment_name="x")).config_hash() == base.config_hash()
+    assert (
+        TrainConfig.from_dict(small(trainer__device="npu", trainer__experiment_name="x")).config_hash()
+        == base.config_hash()
+    )
     assert TrainConfig.from_dict(small(actor_rollout_ref__actor__clip_ratio_c=4.0)).config_hash() != base.config_hash()
     seeded = TrainConfig.from_dict(small(trainer__seed=9))
     assert seeded.config_hash() != base.config_hash()
