@@ -8,6 +8,7 @@ engines where the faults of weight sync live: derived weights made after loading
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from alignment.models.precision import at_least_float32
 from alignment.numerics.random import portable_uniform_grid
 
 STREAM = "rollout/tokens"
+HEAD = "lm_head.weight"
 _DERIVED = ("w_uk_t", "w_uv")
 
 
@@ -59,25 +61,23 @@ class GoldenRollout:
         check_load_format(load_format, checkpoint)
         self.device = device or get_device("cpu")
         self.load_format, self.alias, self.internal_format = load_format, alias, internal_format
-        self._config = _model_config(config, checkpoint)
-        self._model = CausalLM(self._config, dtype=dtype, device=self.device.torch_device).requires_grad_(False).eval()
+        place = {"dtype": dtype, "device": self.device.torch_device}
+        if load_format == "dummy":
+            self._model = CausalLM(_model_config(config, checkpoint), **place).init_weights(seed)
+        else:
+            self._model = _loaded_model(config, checkpoint, place)
+        self._model.requires_grad_(False).eval()
         self._sleeping = 0
         self._host: list[tuple[Tensor, Tensor | None, torch.Size]] = []  # weight, its values on the host, its shape
         self._unsynced: set[str] = set()
         if internal_format:
             self._to_internal_format()
-        if load_format == "dummy":
-            self._model.init_weights(seed)
-            self.process_weights_after_loading()
-        else:
-            from alignment.weights.checkpoint import iter_tensors
-
-            self.update_weights(iter_tensors(checkpoint))
+        self.process_weights_after_loading()
 
     @property
     def config(self) -> ModelConfig:
         """The model's configuration."""
-        return self._config
+        return self._model.config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,9 +87,9 @@ class GoldenRollout:
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers in the checkpoint's names. Raises InputError while asleep."""
+        """Parameters and persistent buffers in the checkpoint's names, a tied head once. Refused while asleep."""
         self._require_awake("named_parameters")
-        return iter(self._model.state_dict().items())
+        return iter(self._held().items())
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules of the model."""
@@ -129,7 +129,7 @@ class GoldenRollout:
         leaves the engine unusable until a complete one succeeds, instead of letting it generate with a mixture.
         """
         self._require_awake("update_weights")
-        held = self._model.state_dict()
+        held = self._held()
         seen: set[str] = set()
         try:
             for name, tensor in stream:
@@ -204,7 +204,7 @@ class GoldenRollout:
             if kept is not None:
                 weight.copy_(kept)
         if self._sleeping == 2:
-            self._unsynced = set(self._model.state_dict())
+            self._unsynced = set(self._held())
         self._sleeping, self._host = 0, []
         if self.internal_format:
             self._to_internal_format()
@@ -216,8 +216,12 @@ class GoldenRollout:
         return sum(weight.untyped_storage().nbytes() for weight in self._weights())
 
     def _weights(self) -> list[Tensor]:
-        """Parameters and persistent buffers themselves, a tied pair once."""
-        return list({id(t): t for t in self._model.state_dict(keep_vars=True).values()}.values())
+        return list(self._held(keep_vars=True).values())
+
+    def _held(self, *, keep_vars: bool = False) -> dict[str, Tensor]:
+        """What a checkpoint of this model stores: a tied head is the embedding's tensor and not stored."""
+        state = self._model.state_dict(keep_vars=keep_vars)
+        return {n: t for n, t in state.items() if not (n == HEAD and self.config.tie_word_embeddings)}
 
     def _require_awake(self, what: str) -> None:
         if self._sleeping:
@@ -336,6 +340,21 @@ def _model_config(config: ModelConfig | None, checkpoint: str | Path | None) -> 
     from alignment.weights.checkpoint import load_config
 
     return load_config(checkpoint)
+
+
+def _loaded_model(config: ModelConfig | None, checkpoint: str | Path, place: Mapping) -> CausalLM:
+    from alignment.weights.checkpoint import load_model
+
+    model = load_model(checkpoint, **place)
+    if config is not None and model.config != config:
+        differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(model.config, f.name)]
+        raise InputError(
+            "the checkpoint is of another model",
+            where=checkpoint,
+            expected=", ".join(f"{name}={getattr(config, name)}" for name in differing),
+            found=", ".join(f"{name}={getattr(model.config, name)}" for name in differing),
+        )
+    return model
 
 
 def _recompute(attention: nn.Module, quantity: str):

@@ -33,10 +33,15 @@ _EXACT = "exact: a copy changes no bit"
 def stream_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """The trainer's side: (name, tensor) one at a time in the checkpoint's names, cast to the rollout's ``dtype``.
 
-    Buffers (the router's correction bias) keep float32 at least, as the model does.
+    Buffers (the router's correction bias) keep float32 at least, as the model does. A tensor under two names (a tied
+    head) is sent once, under the first, as checkpoints store it.
     """
     buffers = {name for name, _ in model.named_buffers()}
-    for name, tensor in model.state_dict().items():
+    sent: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in sent:
+            continue
+        sent.add(id(tensor))
         target = dtype if dtype is not None else tensor.dtype
         if name in buffers:
             target = at_least_float32(target)

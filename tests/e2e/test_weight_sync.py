@@ -172,6 +172,20 @@ def test_stale_after_sleep_level_two_as_in_the_report(setting):
     assert_stale(setting.check(engine))
 
 
+def test_a_step_too_small_for_log_probs_to_show_is_found_by_its_bits(setting):
+    """Why the proof does not rest on the probe: after one small update stale weights still decode almost right."""
+    engine = setting.engine()
+    engine.update_weights(stream_weights(setting.trainer))
+    with torch.no_grad():
+        for name, weight in setting.trainer.named_parameters():
+            if "kv_b_proj" in name:
+                weight.mul_(1 + 2 * torch.finfo(weight.dtype).eps)
+    engine.update_weights(stream_weights(setting.trainer), post_process=False)
+    verdicts = setting.check(engine)
+    assert {name for name, v in verdicts.items() if v.outcome is Outcome.FAIL} == {"derived_tensors"}
+    assert exit_code(verdicts.values()) == 1
+
+
 def test_rerunning_the_post_processing_repairs_it(setting):
     engine = setting.engine()
     engine.update_weights(stream_weights(setting.trainer), post_process=False)

@@ -331,6 +331,26 @@ def test_load_formats(tmp_path):
     for one in (loaded, auto, dummy):
         assert all(torch.equal(t, sent.state_dict()[n]) for n, t in one.named_parameters())
     assert loaded.config == CONFIG
+    halves = GoldenRollout(load_format="safetensors", checkpoint=tmp_path / "checkpoint", dtype=torch.bfloat16)
+    expected = dict(stream_weights(sent, dtype=torch.bfloat16))
+    assert all(torch.equal(t, expected[n]) for n, t in halves.named_parameters())
+    with pytest.raises(InputError, match="the checkpoint is of another model; expected .*vocab_size=511.*found .*=512"):
+        other = dataclasses.replace(CONFIG, vocab_size=511)
+        GoldenRollout(other, load_format="safetensors", checkpoint=tmp_path / "checkpoint")
+
+
+def test_a_tied_head_is_streamed_once_and_sleeps_with_the_embedding():
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    engine, trainer = GoldenRollout(config, seed=5), CausalLM(config).init_weights(8)
+    sent = dict(stream_weights(trainer))
+    assert "lm_head.weight" not in sent and "lm_head.weight" not in dict(engine.named_parameters())
+    engine.sleep(2), engine.wake()
+    engine.update_weights(sent.items())
+    model = engine._model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, trainer.lm_head.weight)
+    ids, mask, keys = prompts()
+    engine.generate(ids, mask, PARAMS, keys)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import torch
 from alignment.devices import aliasing, npu
 from alignment.devices.aliasing import chain, facts, first_copy, is_view_of, sentinel_seen, shares_storage
 from alignment.errors import InputError
+from alignment.models.causal_lm import CausalLM
+from alignment.models.config import preset
 
 HEADS, NOPE, VALUE, RANK = 2, 3, 5, 4  # widths that differ, so that a wrong axis cannot go unseen
 
@@ -126,6 +128,20 @@ def test_empty_tensors_decide_nothing():
     assert not is_view_of(empty, empty)
     with pytest.raises(InputError, match="an empty tensor cannot carry a sentinel"):
         sentinel_seen(empty, torch.zeros(1))
+
+
+@pytest.mark.parametrize("quantity", ["w_uk_t", "w_uv"])
+def test_the_models_absorbed_weights_are_views_or_copies_as_asked(device, quantity):
+    """What weight sync rests on: a view sees an in-place update of kv_b_proj, a packed copy does not."""
+    attention = CausalLM(preset("tiny-deepseek"), device=device.torch_device).init_weights(1).model.layers[0].self_attn
+    weight = attention.kv_b_proj.weight
+    attention.absorb()
+    assert is_view_of(getattr(attention, quantity), weight)
+    assert sentinel_seen(weight, getattr(attention, quantity))
+    attention.absorb(contiguous=True)
+    assert getattr(attention, quantity).is_contiguous()
+    assert not shares_storage(getattr(attention, quantity), weight)
+    assert not sentinel_seen(weight, getattr(attention, quantity))
 
 
 # --- on an NPU -------------------------------------------------------------------------------------------------------
