@@ -113,7 +113,7 @@ class CurveStep:
                 raise InputError(
                     "one value per sample", where=f"{where}, {name}", expected=len(prompts), found=len(series)
                 )
-            parts = [_mean_and_variance([float(series[i]) for i in members]) for members in groups.values()]
+            parts = [_mean_and_variance([_number(series[i], name) for i in members]) for members in groups.values()]
             statistics[name] = GroupStatistics(mean=tuple(m for m, _ in parts), variance=tuple(v for _, v in parts))
         return cls(
             step=step,
@@ -208,8 +208,6 @@ def _mean_and_variance(values: list[float]) -> tuple[float, float]:
 
 def _number(value: object, name: str) -> float:
     try:
-        if isinstance(value, bool):
-            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise InputError("not a number", where=name, expected="a float", found=repr(value)) from None
