@@ -23,7 +23,8 @@ class Quantity:
         module: the module path (or the operator) that makes it; a failure names it.
         reduction_length: number of addends behind one element, for the roundoff floor of its budget.
         kind: ``real`` is compared by error; ``choice`` is a multi-hot selection [rows, candidates] whose decided flips
-            are counted (a flip of a near-tie is none); ``table`` is a vector of independent scalars, one per label.
+            are counted (a flip of a near-tie is none); ``table`` is a vector of independent scalars, one per label;
+            ``sketch`` is a float64 random projection of what was observed.
         scores: for a choice, the name of the real quantity [rows, candidates] it selects by.
         labels: for a table, what each entry belongs to (a parameter's name).
         dtype: the dtype it is declared in; None for the run dtype of the case.
@@ -45,19 +46,19 @@ class Draw:
     """
 
     def __init__(self, case: str, seed: int, dtype: torch.dtype) -> None:
-        self._case, self._seed, self._dtype = case, seed, dtype
+        self._case, self._seed, self.dtype = case, seed, dtype
 
     def _stream(self, name: str) -> str:
         return f"{self._case}/{name}"
 
     def normal(self, name: str, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return (scale * portable_normal(shape, seed=self._seed, stream=self._stream(name))).to(dtype or self._dtype)
+        return (scale * portable_normal(shape, seed=self._seed, stream=self._stream(name))).to(dtype or self.dtype)
 
     def uniform(
         self, name: str, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         drawn = portable_uniform(shape, seed=self._seed, stream=self._stream(name))
-        return (low + (high - low) * drawn).to(dtype or self._dtype)
+        return (low + (high - low) * drawn).to(dtype or self.dtype)
 
     def integers(self, name: str, *shape: int, low: int, high: int) -> torch.Tensor:
         return portable_integers(low, high, shape, seed=self._seed, stream=self._stream(name))
@@ -80,6 +81,8 @@ class Case:
         differentiable: inputs whose gradients are observed as ``grad.<input>``.
         batched: inputs with a batch dimension first, together with ``batched_outputs``: permuting it is a benign
             change of the order of reductions.
+        perturbed: inputs that carry activations and are moved by one ulp to measure noise; empty for every real input
+            that is neither a weight nor a bias nor a cotangent.
         llm_operator: judged by the tighter factor of the operators an LLM spends its time in.
         attributes: numbers and switches a subject needs; part of the case's identity.
     """
@@ -96,6 +99,7 @@ class Case:
     differentiable: tuple[str, ...] = ()
     batched: tuple[str, ...] = ()
     batched_outputs: tuple[str, ...] = ()
+    perturbed: tuple[str, ...] = ()
     llm_operator: bool = False
     attributes: Mapping[str, object] = field(default_factory=dict)
 
@@ -138,9 +142,15 @@ class Case:
             "dtype": self.dtype,
             "layer": self.layer,
             "seed": self.seed,
-            "attributes": {k: list(v) if isinstance(v, tuple) else v for k, v in sorted(self.attributes.items())},
+            "attributes": _json_ready(dict(self.attributes)),
             "quantities": [[q.name, q.module, q.kind, q.dtype or self.dtype, list(q.labels)] for q in self.quantities],
         }
+
+
+def _json_ready(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(k): _json_ready(v) for k, v in sorted(value.items())}
+    return [_json_ready(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def checked(case: Case, observed: Mapping[str, torch.Tensor], whose: str, *, partial: bool = False) -> Tensors:
@@ -174,6 +184,8 @@ def observe(
         if not name.startswith("cotangent.")
     }
     outputs = forward(leaves, attributes)
+    if not differentiable:
+        return outputs
     driven = [name for name in outputs if f"cotangent.{name}" in inputs]
     gradients = torch.autograd.grad(
         [outputs[name] for name in driven],

@@ -309,6 +309,7 @@ def _cases(dtype: str):
         embedding,
         reductions={"output": 1, "grad.weight": 8},
         differentiable=("weight",),
+        perturbed=("weight",),
         batched=("input_ids", "cotangent.output"),
         batched_outputs=("output",),
     )

@@ -121,10 +121,7 @@ class _Judgement:
             self._diverges(quantity, f"{count} of {scores.shape[0]} choices differ, by up to {worst:.3g} of score")
 
     def _budgets(self, golden: Tensors, declared: Precision | None) -> dict[str, dict[str, Budget]]:
-        stored = {
-            name: {metric: Budget.from_dict(data) for metric, data in facts["budgets"].items()}
-            for name, facts in self.chosen.entry.quantities.items()
-        }
+        stored = self.chosen.entry.budgets()
         if declared is None:
             return stored
         noise: dict[str, dict[str, Noise]] = {

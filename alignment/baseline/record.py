@@ -21,7 +21,7 @@ from alignment.baseline.provenance import (
     source_commit,
     tensors_hash,
 )
-from alignment.baseline.store import BaselineStore, Entry, golden_tensors, inputs_hash, load
+from alignment.baseline.store import BaselineStore, Entry, golden_tensors, inputs_hash, load, packed
 from alignment.devices.base import Device
 from alignment.errors import InputError, UnavailableError
 
@@ -77,15 +77,15 @@ def record_case(case: Case, subject: Subject, device: Device, provenance: Proven
     golden = case.golden_observations(inputs)
     noise = measure_noise(case, subject, device)
     refuse_lost_digits(case, noise)
-    made = budgets(case, noise, golden)
+    runs, measured = packed(budgets(case, noise, golden))
     tensors = golden_tensors(case.id, golden)
     quantities = {
-        q.name: {
-            "shape": list(golden[q.name].shape),
-            "rms": root_mean_square(golden[q.name]),
-            "budgets": {metric: budget.to_dict() for metric, budget in made.get(q.name, {}).items()},
+        name: {
+            "shape": list(golden[name].shape),
+            "rms": root_mean_square(golden[name]),
+            **measured.get(name, {"runs": [], "budgets": {}}),
         }
-        for q in case.quantities
+        for name in case.quantity_names
     }
     entry = Entry(
         case_id=case.id,
@@ -93,6 +93,7 @@ def record_case(case: Case, subject: Subject, device: Device, provenance: Proven
         case=case.identity(),
         inputs=inputs_hash(inputs),
         golden=tensors_hash(tensors),
+        runs=runs,
         quantities=quantities,
         provenance=provenance,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from alignment.baseline.provenance import Provenance, content_hash, tensors_hash
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically, write_json
+from alignment.numerics.budget import Budget, Noise
 
 SCHEMA = 1
 RECORD_COMMAND = "alignment baseline record"
@@ -38,7 +39,9 @@ class Entry:
         case: :meth:`alignment.backends.case.Case.identity` at recording.
         inputs: hash of the judged inputs.
         golden: hash of the golden tensors.
-        quantities: per quantity its size, root mean square, and per metric the noise and the budget, JSON-ready.
+        runs: seed and kind of every perturbed run the noise was measured on.
+        quantities: per quantity its shape, root mean square, the ``runs`` it was measured on (by place) and per metric the
+            budget with the metric's value in each of these runs.
         provenance: where and when it was recorded.
     """
 
@@ -47,12 +50,52 @@ class Entry:
     case: Mapping[str, object]
     inputs: str
     golden: str
+    runs: tuple[Mapping[str, object], ...]
     quantities: Mapping[str, Mapping[str, object]]
     provenance: Provenance
 
     @property
     def key(self) -> str:
         return f"{self.case_id}/{self.subject}"
+
+    def budgets(self) -> dict[str, dict[str, Budget]]:
+        """The stored budgets by quantity and metric, each with the noise behind it."""
+        return {
+            name: {metric: self._budget(name, metric, facts["runs"], data) for metric, data in facts["budgets"].items()}
+            for name, facts in self.quantities.items()
+        }
+
+    def _budget(self, name: str, metric: str, places: Sequence[int], data: Mapping) -> Budget:
+        runs = [self.runs[place] for place in places]
+        noise = Noise(
+            values=tuple(data["noise"]),
+            seeds=tuple(run["seed"] for run in runs),
+            perturbation=tuple(run["kind"] for run in runs),
+            device=self.provenance.fingerprint["label"],
+        )
+        return Budget(
+            metric=f"{name} {metric}", value=data["value"], unit=data["unit"], origin=data["origin"], noise=noise
+        )
+
+
+def packed(
+    budgets: Mapping[str, Mapping[str, Budget]],
+) -> tuple[tuple[dict[str, object], ...], dict[str, dict[str, object]]]:
+    """The perturbed runs behind ``budgets``, each once, and per quantity ``runs`` and ``budgets`` as :class:`Entry` has them."""
+    noises = [budget.noise for metrics in budgets.values() for budget in metrics.values()]
+    runs = sorted({run for noise in noises for run in noise.runs})
+    place = {run: index for index, run in enumerate(runs)}
+    quantities = {
+        name: {
+            "runs": [place[run] for run in next(iter(metrics.values())).noise.runs] if metrics else [],
+            "budgets": {
+                metric: {"value": b.value, "unit": b.unit, "origin": b.origin, "noise": list(b.noise.values)}
+                for metric, b in metrics.items()
+            },
+        }
+        for name, metrics in budgets.items()
+    }
+    return tuple({"seed": seed, "kind": kind} for seed, kind in runs), quantities
 
 
 @dataclass(frozen=True, kw_only=True)
