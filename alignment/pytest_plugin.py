@@ -7,6 +7,7 @@ a run does not use costs it nothing.
 from __future__ import annotations
 
 import ast
+import difflib
 import itertools
 import os
 from collections import Counter
@@ -76,6 +77,10 @@ class Ledger:
     executed: Counter = field(default_factory=Counter)
     unavailable: dict[str, Counter] = field(default_factory=dict)
     left_out: Counter = field(default_factory=Counter)
+    record: bool = False
+    verdicts: list = field(default_factory=list)
+    selections: dict[str, Counter] = field(default_factory=dict)
+    changes: list = field(default_factory=list)
     availability: dict[str, tuple[bool, str]] = field(default_factory=dict)
 
     @property
@@ -90,6 +95,11 @@ class Ledger:
 
     def note_unavailable(self, what: str, reason: str) -> None:
         self.unavailable.setdefault(what, Counter())[reason] += 1
+
+    @property
+    def absent_subjects(self) -> list[str]:
+        """Subjects that --subject names and that judged nothing."""
+        return [name for name in self.subjects if not any(v.subject == name for v in self.verdicts)]
 
     def unmet(self) -> list[str]:
         """Device kinds for which this run promised a check and executed none."""
@@ -161,26 +171,51 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.split(":")[0] not in (*KIND_NAMES, "auto"):
             raise pytest.UsageError(f"--device {name}: no such device; expected auto, cpu, cuda, npu or one like cuda:1")
     if option.emulate_npu:
-        from alignment.devices import emulated_npu
-        from alignment.errors import InputError
-
-        try:
-            emulated_npu.install()
-        except InputError as error:
-            raise pytest.UsageError(f"--emulate-npu: {error}") from None
+        _install_emulated_npu()
+    subjects = _listed(option.subject)
+    if subjects:
+        _require_known_subjects(subjects)
     config.stash[LEDGER] = Ledger(
         selected=MarkExpression(option.markexpr),
         devices=devices,
-        subjects=_listed(option.subject),
+        subjects=subjects,
         require=option.require,
         emulate_npu=option.emulate_npu,
         baseline=Path(option.baseline) if option.baseline else None,
+        record=option.record_baselines,
     )
+    if option.baseline and not option.record_baselines and not Path(option.baseline).is_dir():
+        raise pytest.UsageError(f"--baseline {option.baseline}: there is no such folder")
+
+
+def _install_emulated_npu() -> None:
+    from alignment.devices import emulated_npu
+    from alignment.errors import InputError
+
+    try:
+        emulated_npu.install()
+    except InputError as error:
+        raise pytest.UsageError(f"--emulate-npu: {error}") from None
+
+
+def _require_known_subjects(names: tuple[str, ...]) -> None:
+    from alignment.backends.subject import SUBJECTS
+
+    known = list(dict.fromkeys(entry.name for entry in SUBJECTS))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise pytest.UsageError(
+                f"--subject {name}: no such subject; expected one of {', '.join(known)}"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     if config.stash[LEDGER].emulate_npu:
-        return ["alignment: the npu of this run is emulated on the CPU; its results are labelled 'npu (emulated)'"]
+        from alignment.devices import emulated_npu
+
+        return [f"alignment: {emulated_npu.banner()}"]
     return []
 
 
@@ -237,6 +272,90 @@ def device(request: pytest.FixtureRequest):
     from alignment.devices.base import get_device
 
     return get_device(getattr(request, "param", "cpu"))
+
+
+@dataclass(frozen=True)
+class CheckParameter:
+    """One check of one subject on one device; called, it judges (or records) and fails with the whole finding."""
+
+    case: object
+    subject: str
+    device: str
+
+
+def check_params(config: pytest.Config, layer: str) -> list:
+    """A parameter for the fixture ``check`` per case of a layer, subject and device, each with its device's marker.
+
+    Subjects that are not made for a device, or do not compute a case, make no parameter; those that are not installed do,
+    and say so when they are run.
+    """
+    from alignment.backends.catalogue import cases
+    from alignment.backends.subject import subject_entries
+
+    params = []
+    for name in device_names(config):
+        kind = name.split(":")[0]
+        marker = DEVICE_MARKERS.get(kind)
+        for entry in subject_entries(layer, names=config.stash[LEDGER].subjects):
+            if kind not in entry.kinds:
+                continue
+            subject = entry.load()
+            params += [
+                pytest.param(
+                    CheckParameter(case, entry.name, name),
+                    id=f"{case.id}-{entry.name}-{name}",
+                    marks=[getattr(pytest.mark, marker)] if marker else [],
+                )
+                for case in cases(layer)
+                if subject.supports(case)
+            ]
+    return params
+
+
+@pytest.fixture
+def baseline_store(pytestconfig: pytest.Config):
+    """The baselines of this run: the folder of --baseline, else the repository's."""
+    from alignment.baseline.store import BaselineStore, default_root
+
+    return BaselineStore(pytestconfig.stash[LEDGER].baseline or default_root())
+
+
+@pytest.fixture
+def check(request: pytest.FixtureRequest, baseline_store):
+    """Judges one parameter of :func:`check_params` when called; with --record-baselines it records it instead."""
+    from alignment.backends.subject import get_subject
+    from alignment.devices.base import get_device
+
+    parameter, config = request.param, request.config
+    subject = get_subject(parameter.subject, parameter.case.layer)
+    device = get_device(parameter.device)
+    available = subject.available(device)
+    if not available.available:
+        _unavailable(config, f"subject {subject.name}", available.reason)
+    run = _record if config.stash[LEDGER].record else _judge
+    return lambda: run(config, parameter.case, subject, device, baseline_store)
+
+
+def _judge(config: pytest.Config, case, subject, device, store) -> None:
+    from alignment.baseline.check import check_case
+    from alignment.numerics.verdict import Outcome
+    from alignment.report.terminal import explain
+
+    verdict = check_case(case, subject, device, store)
+    config.stash[LEDGER].verdicts.append(verdict)
+    if verdict.outcome is not Outcome.PASS:
+        pytest.fail(explain(verdict), pytrace=False)
+
+
+def _record(config: pytest.Config, case, subject, device, store) -> None:
+    from alignment.baseline.record import record
+    from alignment.errors import InputError
+
+    try:
+        recording = record([case], device, store, subjects=[subject.name])
+    except InputError as error:
+        pytest.fail(str(error), pytrace=False)
+    config.stash[LEDGER].changes += recording.changes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -322,20 +441,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if session.config.option.collectonly:
         return
+    ledger = session.config.stash[LEDGER]
     quiet = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if quiet and session.config.stash[LEDGER].unmet():
+    if quiet and (ledger.unmet() or (ledger.require and ledger.absent_subjects)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Config) -> None:
     ledger = config.stash[LEDGER]
-    lines = []
-    for what, reasons in ledger.unavailable.items():
-        for reason, count in reasons.items():
-            lines.append(f"{what}: {count} check{'s' * (count != 1)} not run: {reason}")
-    for name, count in ledger.left_out.items():
-        lines.append(f"{name}: {count} test{'s' * (count != 1)} not selected; add -m {name}")
+    lines = [*_baseline_lines(config), *_not_run_lines(ledger)]
     if not config.option.collectonly:
+        lines += [f"subject {name}: no check was executed" for name in ledger.absent_subjects]
         for kind in ledger.unmet():
             available, reason = _availability(config, kind)
             advice = " (on a CPU machine: --emulate-npu)" if kind == "npu" and not available else ""
@@ -345,3 +461,42 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int, config: pytest.Co
         terminalreporter.section("alignment")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def _not_run_lines(ledger: Ledger) -> list[str]:
+    lines = [
+        f"{what}: {count} check{'s' * (count != 1)} not run: {reason}"
+        for what, reasons in ledger.unavailable.items()
+        for reason, count in reasons.items()
+    ]
+    lines += [
+        f"{name}: {count} test{'s' * (count != 1)} not selected; add -m {name}" for name, count in ledger.left_out.items()
+    ]
+    return lines
+
+
+def _baseline_lines(config: pytest.Config) -> list[str]:
+    """Against which baselines the checks were judged, how much of the budgets they used, and what recording changed."""
+    ledger = config.stash[LEDGER]
+    if ledger.record:
+        if not ledger.changes:
+            return ["baselines recorded: no value changed"]
+        return [f"baselines recorded, {len(ledger.changes)} values changed; review them:", *map(str, ledger.changes)]
+    lines = []
+    judged = [v for v in ledger.verdicts if v.baseline]
+    for device, subject in dict.fromkeys((v.device, v.subject) for v in judged):
+        own = [v for v in judged if (v.device, v.subject) == (device, subject)]
+        steps = Counter(v.baseline.rsplit("(", 1)[1].rstrip(")") for v in own)
+        worst = max(own, key=lambda v: v.worst.used if v.worst else 0.0)
+        by = ", ".join(f"{count} by {step}" for step, count in steps.items())
+        lines.append(
+            f"{subject} on {device}: {len(own)} checks against baselines ({by}); most of a budget used: "
+            f"{worst.worst.used:.0%} ({worst.check}: {worst.worst.name})"
+        )
+    if judged:
+        from alignment.baseline.verify import unused
+        from alignment.baseline.store import BaselineStore, default_root
+
+        store = BaselineStore(ledger.baseline or default_root())
+        lines += [f"unused baseline: {key}" for key in unused(store)]
+    return lines

@@ -47,7 +47,10 @@ def check_case(
         return judged.verdict(Outcome.ERROR, str(error), next_command=record_command(case, subject.name, device.kind))
     judged.chosen = chosen
     golden = chosen.file.golden(case.id)
-    judged.recompute_golden(inputs, golden)
+    try:
+        judged.recompute_golden(inputs, golden)
+    except InputError as error:
+        return judged.verdict(Outcome.ERROR, str(error), next_command=record_command(case, subject.name, device.kind))
     if judged.where is None:
         observed = checked(case, subject.run(case, inputs, device), subject.name, partial=True)
         judged.observations(observed, golden, declared)
@@ -63,23 +66,9 @@ class _Judgement:
         self.observed = 0
 
     def recompute_golden(self, inputs: Tensors, stored: Tensors) -> None:
-        """The golden model of today against the stored values, to what float64 can promise."""
-        recomputed = self.case.golden_observations(inputs)
-        length = 0
-        for quantity in self.case.quantities:
-            length += quantity.reduction_length
-            budget = Budget.from_roundoff(
-                metric=f"golden {quantity.name} relative_l2",
-                dtype="float64",
-                reduction_length=length,
-                model="deterministic",
-            )
-            measure = budget.judge(
-                relative_l2(recomputed[quantity.name].double(), stored[quantity.name]), run_seed=self.case.seed
-            )
-            if not measure.within:
-                self.measures.append(measure)
-                self._diverges(quantity, "the golden model no longer computes its stored value", stage="golden")
+        for quantity, measure in golden_faults(self.case, inputs, stored):
+            self.measures.append(measure)
+            self._diverges(quantity, "the golden model no longer computes its stored value", stage="golden")
 
     def observations(self, observed: Tensors, golden: Tensors, declared: Precision | None) -> None:
         allowed = self._budgets(golden, declared)
@@ -170,6 +159,29 @@ class _Judgement:
             baseline=self.chosen.title if self.chosen else None,
             next_command=next_command,
         )
+
+
+def golden_faults(case: Case, inputs: Tensors, stored: Tensors) -> list[tuple[Quantity, Measure]]:
+    """Quantities that the golden model of today computes farther from the stored values than float64 can explain.
+
+    The bound of a quantity is the deterministic growth of rounding errors over the reductions of all quantities up to it.
+
+    Raises:
+        InputError: the stored values lack a quantity or have another shape.
+    """
+    recomputed = case.golden_observations(inputs)
+    faults, length = [], 0
+    for quantity in case.quantities:
+        length += quantity.reduction_length
+        if quantity.name not in stored:
+            raise InputError("the baseline lacks a quantity", where=f"{case.id}: {quantity.name}")
+        metric = f"golden {quantity.name} relative_l2"
+        budget = Budget.from_roundoff(metric=metric, dtype="float64", reduction_length=length, model="deterministic")
+        value = relative_l2(recomputed[quantity.name].double(), stored[quantity.name])
+        measure = budget.judge(value, run_seed=case.seed)
+        if not measure.within:
+            faults.append((quantity, measure))
+    return faults
 
 
 def _used(measure: Measure) -> float:

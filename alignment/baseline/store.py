@@ -17,13 +17,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from alignment.baseline.provenance import Provenance, content_hash, tensors_hash
+from alignment.baseline.provenance import SOURCE_ROOT, Provenance, content_hash, tensors_hash
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically, write_json
 from alignment.numerics.budget import Budget, Noise
 
 SCHEMA = 1
 RECORD_COMMAND = "alignment baseline record"
+
+
+def default_root() -> Path:
+    """``baselines/`` where one works, else that of the repository the package lives in."""
+    here = Path("baselines")
+    return here if here.is_dir() else SOURCE_ROOT / "baselines"
 
 
 def chip_slug(chip: str) -> str:
