@@ -56,14 +56,15 @@ def agg_loss(
     counts: Counts | None = None,
     loss_scale_factor: int | None = None,
 ) -> Tensor:
-    """One number from a loss per token (verl's ``core_algos.agg_loss``, release 0.7).
+    """One number from a loss per token (verl's ``core_algos.agg_loss`` as it is since it takes global counts).
 
     With N tokens and S sequences in the mini batch, and n_i tokens in sequence i:
 
     * ``token-mean``: Σ_i Σ_t l_it / N (DAPO: long responses weigh more);
     * ``seq-mean-token-sum``: Σ_i Σ_t l_it / S;
     * ``seq-mean-token-mean``: Σ_i (Σ_t l_it / n_i) / S (GRPO);
-    * ``seq-mean-token-sum-norm``: Σ_i Σ_t l_it / (S · `loss_scale_factor`) (Dr. GRPO, a constant in place of n_i).
+    * ``seq-mean-token-sum-norm``: Σ_i Σ_t l_it / (S · `loss_scale_factor`) (Dr. GRPO, a constant in place of n_i;
+      earlier releases of verl did not divide by S).
 
     Args:
         loss_mat: [b,r], any float dtype; the sum is taken in that dtype.

@@ -645,6 +645,8 @@ def _validate(config: TrainConfig) -> None:
         _validate_batching(config, section, holder)
     for section, holder in (("actor_rollout_ref.rollout", rollout), ("actor_rollout_ref.ref", policy.ref)):
         positive(section, holder, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
+        if holder.log_prob_use_dynamic_bsz:
+            _require_room(data, f"{section}.log_prob_max_token_len_per_gpu", holder.log_prob_max_token_len_per_gpu)
     positive("actor_rollout_ref.actor", actor, "loss_scale_factor", "clip_ratio_low", "clip_ratio_high")
     within("actor_rollout_ref.rollout", rollout, 0.0, 1.0, "top_p")
     within("algorithm", algorithm, 0.0, 1.0, "gamma", "lam")
@@ -690,6 +692,16 @@ def _validate(config: TrainConfig) -> None:
         )
     if filtering.enable and filtering.mode == "reserve":
         positive("algorithm.filter_groups", filtering, "reserve_size")
+    if filtering.enable:
+        regenerates = filtering.mode == "regenerate"
+        prompts = data.gen_batch_size if regenerates else filtering.reserve_size
+        if prompts * rollout.n % config.dp_size:
+            raise InputError(
+                "a generation round is shared out evenly over the data parallel ranks",
+                where="data.gen_batch_size" if regenerates else "algorithm.filter_groups.reserve_size",
+                expected=f"a number of prompts that, times rollout.n = {rollout.n}, divides by {config.dp_size} ranks",
+                found=prompts,
+            )
     if filtering.enable and filtering.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
         raise InputError(
             "groups are filtered before the KL penalty enters the reward",
@@ -753,11 +765,16 @@ def _validate_batching(config: TrainConfig, section: str, holder: Any) -> None:
             expected=f"a divisor of {samples // dp_size}",
             found=micro,
         )
+    if holder.use_dynamic_bsz:
+        _require_room(data, f"{section}.ppo_max_token_len_per_gpu", holder.ppo_max_token_len_per_gpu)
+
+
+def _require_room(data: DataConfig, where: str, budget: int) -> None:
     longest = data.max_prompt_length + data.max_response_length
-    if holder.use_dynamic_bsz and holder.ppo_max_token_len_per_gpu < longest:
+    if budget < longest:
         raise InputError(
             "the token budget has to hold the longest sample",
-            where=f"{section}.ppo_max_token_len_per_gpu",
+            where=where,
             expected=f"at least data.max_prompt_length + data.max_response_length = {longest}",
-            found=holder.ppo_max_token_len_per_gpu,
+            found=budget,
         )

@@ -396,3 +396,27 @@ def test_prompt_tokens_in_the_mask_change_the_loss():
             for m in (mask, leaked)
         )
         assert right.item() != wrong.item()
+
+
+@LAW
+@given(seed=SEEDS)
+def test_packed_tokens_give_the_token_mean_of_the_padded_batch(seed):
+    """All response tokens in one row without padding, as engines that remove padding lay them out."""
+    new, old, advantages, mask = policy_case(seed)
+    loss, metrics = policy_loss(new, old, advantages, mask)
+    packed = [x[mask != 0].unsqueeze(0) for x in (new, old, advantages, mask)]
+    packed_loss, packed_metrics = policy_loss(*packed)
+    bound = rounding(torch.float64, new.numel(), float(advantages.abs().sum()) * math.exp(4.0))
+    assert abs(packed_loss.item() - loss.item()) <= bound
+    for name, value in metrics.items():
+        assert abs(packed_metrics[name].item() - value.item()) <= bound, name
+
+
+@LAW
+@given(seed=SEEDS)
+def test_scaling_the_advantages_scales_the_loss(seed):
+    new, old, advantages, mask = policy_case(seed)
+    loss, metrics = policy_loss(new, old, advantages, mask)
+    scaled, same = policy_loss(new, old, 4.0 * advantages, mask)
+    assert scaled.item() == 4.0 * loss.item()
+    assert {k: v.item() for k, v in same.items()} == {k: v.item() for k, v in metrics.items()}

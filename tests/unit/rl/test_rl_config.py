@@ -242,6 +242,38 @@ def test_a_wrong_override_is_one_clear_error(override, message):
             {"actor_rollout_ref__actor__optim": {"lr": -1.0}},
             "actor_rollout_ref.actor.optim.lr: the value has to be positive",
         ),
+        (
+            {
+                "actor_rollout_ref__ref__log_prob_use_dynamic_bsz": True,
+                "actor_rollout_ref__ref__log_prob_max_token_len_per_gpu": 9,
+            },
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu: the token budget has to hold the longest sample",
+        ),
+        (
+            {
+                "algorithm__filter_groups__enable": True,
+                "data__gen_batch_size": 3,
+                "trainer__n_gpus_per_node": 8,
+                "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
+            },
+            "data.gen_batch_size: a generation round is shared out evenly over the data parallel ranks; expected a "
+            "number of prompts that, times rollout.n = 4, divides by 8 ranks; found 3",
+        ),
+        (
+            {
+                "algorithm__filter_groups": {"enable": True, "mode": "reserve", "reserve_size": 1},
+                "trainer__n_gpus_per_node": 8,
+                "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 1,
+            },
+            "algorithm.filter_groups.reserve_size: a generation round is shared out evenly",
+        ),
+        (
+            {
+                "algorithm__filter_groups": {"enable": True, "metric": "seq_final_reward"},
+                "algorithm__use_kl_in_reward": True,
+            },
+            "filter_groups.metric: groups are filtered before the KL penalty enters the reward",
+        ),
         ({"data": 3}, "data: a section is a mapping; expected a mapping; found int"),
         ({"dat": {}}, "dat: there is no such key"),
         ({"actor_rollout_ref__actor__loss_agg_mode": "token_mean"}, "did you mean token-mean"),
