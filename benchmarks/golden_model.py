@@ -1,6 +1,6 @@
 """Step time of the golden model: forward, forward and backward, one decoding step, one reading of a checkpoint.
 
-    python benchmarks/golden_model.py [--preset NAME ...] [--device DEVICE] [--dtype DTYPE] [--batch N] [--length N] [--repeats N]
+    python benchmarks/golden_model.py [--preset NAME ...] [--device DEVICE] [--dtype DTYPE] [--batch N] [--length N]
 
 Prints one JSON object per preset: parameters, and the median and the spread of each time in seconds.
 """

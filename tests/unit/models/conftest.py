@@ -126,15 +126,15 @@ def tokens() -> Callable[..., Tensor]:
 
 
 @pytest.fixture
-def rounding() -> Callable[[ModelConfig], float]:
-    """Relative distance that reordering sums may put between two float64 computations of one model.
+def rounding() -> Callable[..., float]:
+    """Relative distance that rounding and the order of sums may put between two computations of one model in one dtype.
 
     Unit roundoff times the longest sum of a layer, once per layer: first-order error analysis of a chain of dot
     products (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.1).
     """
 
-    def bound(config: ModelConfig) -> float:
+    def bound(config: ModelConfig, dtype: torch.dtype = torch.float64) -> float:
         longest = max(config.vocab_size, config.intermediate_size, config.num_attention_heads * config.v_head_dim)
-        return torch.finfo(torch.float64).eps * longest * config.num_hidden_layers
+        return torch.finfo(dtype).eps * longest * config.num_hidden_layers
 
     return bound

@@ -13,6 +13,7 @@ from alignment.errors import InputError
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
 from alignment.models.value_model import ValueModel
+from alignment.numerics.metrics import relative_l2
 
 TINY = preset("tiny-deepseek")
 
@@ -86,16 +87,13 @@ def test_building_draws_nothing_from_the_global_generator():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_logits_do_not_depend_on_the_dtype_beyond_rounding(golden, tokens):
-    """A float32 model lies at float32 distance, far from both zero and a bfloat16 one."""
+def test_each_dtype_lies_at_its_own_distance_from_float64(golden, tokens, rounding):
     ids = tokens(TINY, 2, 10)
     exact = golden(TINY)(ids).detach()
-    distance = {
-        dtype: ((golden(TINY, dtype=dtype)(ids).double() - exact).norm() / exact.norm()).item()
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    assert 0 < distance[torch.float32] < torch.finfo(torch.bfloat16).eps
-    assert torch.finfo(torch.bfloat16).eps / 16 < distance[torch.bfloat16] < 1
+    single, half = (
+        relative_l2(golden(TINY, dtype=dtype)(ids).detach(), exact) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert 0 < single <= rounding(TINY, torch.float32) < half <= rounding(TINY, torch.bfloat16)
     assert golden(TINY, dtype=torch.bfloat16)(ids).dtype is torch.bfloat16
 
 
@@ -144,5 +142,5 @@ def test_the_critic_ignores_padding(golden, tokens, rounding):
     mask = torch.tensor([[0] * 3 + [1] * 6] * 2)
     alone = critic(ids).detach()
     found = critic(padded, attention_mask=mask).detach()[:, 3:]
-    assert float((found - alone).norm() / alone.norm()) <= rounding(TINY)
-    assert float((critic(padded).detach()[:, 3:] - alone).norm() / alone.norm()) > rounding(TINY)
+    assert relative_l2(found, alone) <= rounding(TINY)
+    assert relative_l2(critic(padded).detach()[:, 3:], alone) > rounding(TINY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -93,6 +94,18 @@ def test_left_padded_rows_equal_transformers(name, golden, oracle, tokens):
     found = distances(model, oracle(model), config, tokens(config, BATCH, LENGTH), left_padded(BATCH, LENGTH))
     worst = max(found, key=found.get)
     assert found[worst] <= ORACLE_BAR, f"{worst} is {found[worst]:.2e} from transformers"
+
+
+@pytest.mark.parametrize("name", ["tiny-moonlight", "tiny-deepseek"])
+def test_the_oracle_is_what_transformers_ships_but_for_the_dtype(name, golden, oracle, tokens, rounding):
+    """Unpatched and in its own float32, transformers lies at float32 distance from the oracle."""
+    config = CONFIGS[name]
+    twin = oracle(golden(config))
+    input_ids = tokens(config, BATCH, LENGTH)
+    patched = twin.logits(input_ids).detach()
+    shipped = copy.deepcopy(twin.model).float()(input_ids=input_ids, use_cache=False).logits.detach()
+    assert patched.dtype is torch.float64 and shipped.dtype is torch.float32
+    assert ORACLE_BAR < relative_l2(shipped, patched) <= rounding(config, torch.float32)
 
 
 def test_the_models_exercise_every_expert(golden, tokens):
