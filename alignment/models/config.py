@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,14 +32,16 @@ class YarnScaling:
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.factor >= 1:
+        for name in ("factor", "beta_fast", "beta_slow"):
+            _require_number(f"rope_scaling.{name}", getattr(self, name), above=0)
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                _require_number(f"rope_scaling.{name}", getattr(self, name))
+        _require_integer("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1)
+        if self.factor < 1:
             raise _invalid("rope_scaling.factor", "a number of at least 1", self.factor)
-        if self.original_max_position_embeddings < 1:
-            raise _invalid(
-                "rope_scaling.original_max_position_embeddings", "at least 1", self.original_max_position_embeddings
-            )
-        if not 0 < self.beta_slow < self.beta_fast:
-            raise _invalid("rope_scaling.beta_slow", f"between 0 and beta_fast={self.beta_fast}", self.beta_slow)
+        if self.beta_slow >= self.beta_fast:
+            raise _invalid("rope_scaling.beta_slow", f"less than beta_fast={self.beta_fast}", self.beta_slow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +92,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise _invalid(name, "an integer of at least 1", value)
+            _require_integer(name, getattr(self, name), 1)
         for name in ("n_shared_experts", "first_k_dense_replace"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise _invalid(name, "an integer of at least 0", value)
-        if self.q_lora_rank is not None and (type(self.q_lora_rank) is not int or self.q_lora_rank < 1):
-            raise _invalid("q_lora_rank", "null or an integer of at least 1", self.q_lora_rank)
-        for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor", "initializer_range"):
-            if not getattr(self, name) > 0:
-                raise _invalid(name, "a number greater than 0", getattr(self, name))
+            _require_integer(name, getattr(self, name), 0)
+        if self.q_lora_rank is not None:
+            _require_integer("q_lora_rank", self.q_lora_rank, 1)
+        for name in ("rms_norm_eps", "latent_norm_eps", "routed_scaling_factor", "initializer_range"):
+            _require_number(name, getattr(self, name), above=0)
+        # The base of a geometric series of wavelengths.
+        _require_number("rope_theta", self.rope_theta, above=1)
+        for name in ("norm_topk_prob", "tie_word_embeddings"):
+            if type(getattr(self, name)) is not bool:
+                raise _invalid(name, "true or false", repr(getattr(self, name)))
         if self.qk_rope_head_dim % 2:
             raise _invalid("qk_rope_head_dim", "an even width (rotary pairs)", self.qk_rope_head_dim)
         if self.scoring_func != "sigmoid":
@@ -149,9 +152,10 @@ class ModelConfig:
         names = {f.name for f in dataclasses.fields(cls)} - {"hf_extra"}
         values = {name: hf[name] for name in names & hf.keys()}
         values["rope_theta"], yarn = _read_rope(hf, where)
-        for name, meaning in _HF_NULL.items():
-            if name in values and values[name] is None:
-                values[name] = meaning
+        for name in [name for name in values if values[name] is None]:
+            del values[name]
+            if name in _HF_NULL:
+                values[name] = _HF_NULL[name]
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
         required = [f.name for f in dataclasses.fields(cls) if f.default is f.default_factory is dataclasses.MISSING]
@@ -209,8 +213,8 @@ _POSITIVE = (
 # Fields whose default here is not the default of transformers' DeepseekV3Config: reading a file must not guess them.
 _HF_REQUIRED = ("routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob", "first_k_dense_replace")
 
-# What null stands for in published configurations.
-_HF_NULL = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "tie_word_embeddings": False}
+# What null stands for where that is not the default.
+_HF_NULL = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0}
 
 # Keys written from other fields or from the tensors, so that a kept copy could contradict them.
 _HF_DERIVED = {
@@ -231,6 +235,17 @@ _FIXED = {
 
 def _invalid(name: str, expected: str, found: object) -> InputError:
     return InputError("invalid model configuration", where=name, expected=expected, found=found)
+
+
+def _require_integer(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise _invalid(name, f"an integer of at least {least}", repr(value))
+
+
+def _require_number(name: str, value: object, *, above: float = -math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < math.inf:
+        expected = "a number" if above == -math.inf else f"a number greater than {above}"
+        raise _invalid(name, expected, repr(value))
 
 
 def _refuse_other_architecture(hf: Mapping[str, Any], where: object) -> None:
@@ -269,6 +284,8 @@ def _refuse_other_architecture(hf: Mapping[str, Any], where: object) -> None:
 
 def _read_rope(hf: Mapping[str, Any], where: object) -> tuple[float, dict[str, Any] | None]:
     parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise InputError("rope settings are no mapping", where=f"{where}: rope_scaling", found=repr(parameters))
     theta = parameters.get("rope_theta", hf.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
@@ -295,7 +312,7 @@ def _read_rope(hf: Mapping[str, Any], where: object) -> tuple[float, dict[str, A
     for name in ("factor", "original_max_position_embeddings"):
         if parameters.get(name) is None:
             raise InputError(f"yarn needs {name!r}", where=f"{where}: rope_scaling", found=sorted(parameters))
-    return theta, {k: v for k, v in parameters.items() if k in known}
+    return theta, {k: v for k, v in parameters.items() if k in known and v is not None}
 
 
 PRESETS: dict[str, ModelConfig] = {

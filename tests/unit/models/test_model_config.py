@@ -82,8 +82,10 @@ def test_bookkeeping_keys_are_kept_and_do_not_count():
 
 
 def test_null_means_none_of_it():
-    config = ModelConfig.from_hf({**preset("tiny-moonlight").to_hf(), "n_shared_experts": None, "n_group": None})
-    assert (config.n_shared_experts, config.n_group) == (0, 1)
+    nulls = dict.fromkeys(("n_shared_experts", "n_group", "rms_norm_eps", "tie_word_embeddings"))
+    config = ModelConfig.from_hf({**preset("tiny-moonlight").to_hf(), **nulls})
+    assert (config.n_shared_experts, config.n_group, config.rms_norm_eps) == (0, 1, 1e-6)
+    assert config.tie_word_embeddings is False
 
 
 def test_configs_are_frozen_and_keyword_only():
@@ -114,7 +116,13 @@ def test_configs_are_frozen_and_keyword_only():
         ({"qk_rope_head_dim": 15}, "expected an even width (rotary pairs); found 15"),
         ({"hidden_size": 0}, "hidden_size: invalid model configuration; expected an integer of at least 1; found 0"),
         ({"hidden_size": 64.0}, "expected an integer of at least 1; found 64.0"),
-        ({"q_lora_rank": 0}, "expected null or an integer of at least 1; found 0"),
+        ({"hidden_size": True}, "expected an integer of at least 1; found True"),
+        ({"q_lora_rank": 0}, "q_lora_rank: invalid model configuration; expected an integer of at least 1; found 0"),
+        ({"rope_theta": 1.0}, "rope_theta: invalid model configuration; expected a number greater than 1; found 1.0"),
+        ({"rope_theta": "1e4"}, "expected a number greater than 1; found '1e4'"),
+        ({"routed_scaling_factor": float("nan")}, "expected a number greater than 0; found nan"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob: invalid model configuration; expected true or false; found 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling: rope settings are no mapping; found 'yarn'"),
         ({"rms_norm_eps": 0}, "expected a number greater than 0; found 0"),
         ({"n_shared_experts": -1}, "expected an integer of at least 0; found -1"),
         (
