@@ -189,6 +189,7 @@ def from_questions(questions: Sequence[Question], tokenizer: Tokenizer) -> Promp
             token_ids=tuple(tokenizer.encode_chat([{"role": "user", "content": q.question}])),
             data_source=q.data_source,
             ground_truth=q.answer,
+            metadata=q.verifier_metadata,
         )
         for q in questions
     ]

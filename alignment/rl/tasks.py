@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alignment.errors import InputError, UnavailableError
-from alignment.rl.scoring import SOURCE_PREFIX
+from alignment.rl.scoring import BUILT_IN, SOURCE_PREFIX
 
 # Percent of all questions, by the hash of the question: [from, to)
 SPLITS: dict[str, tuple[int, int]] = {"held_out": (0, 8), "rl": (8, 33), "warm_start": (33, 100)}
@@ -60,6 +60,13 @@ class Question:
         """A short stable name: task and hash of the question."""
         digest = hashlib.sha256(f"{self.data_source}\n{self.question}".encode()).hexdigest()
         return f"{self.data_source.removeprefix(SOURCE_PREFIX)}-{digest[:12]}"
+
+    @property
+    def verifier_metadata(self) -> str:
+        """``metadata`` as JSON where the task's verifier may read it; empty where a built-in rule does without."""
+        if self.data_source.removeprefix(SOURCE_PREFIX) in BUILT_IN:
+            return ""
+        return json.dumps(self.metadata, sort_keys=True, default=str)
 
 
 # Short enough for a step per second on two cores, and within what a model below one million parameters can learn to
@@ -132,7 +139,7 @@ def verl_rows(questions: Sequence[Question], *, split: str) -> list[dict[str, An
     """The questions as rows of verl's parquet format.
 
     Columns: ``data_source``, ``prompt`` (chat messages), ``ability``, ``reward_model`` {style, ground_truth},
-    ``extra_info`` {index, split, prompt_id, metadata (JSON; reasoning-gym's verifiers read it)}.
+    ``extra_info`` {index, split, prompt_id, metadata (JSON that the verifier reads, or empty)}.
     """
     return [
         {
@@ -144,7 +151,7 @@ def verl_rows(questions: Sequence[Question], *, split: str) -> list[dict[str, An
                 "index": index,
                 "split": split,
                 "prompt_id": q.prompt_id,
-                "metadata": json.dumps(q.metadata, sort_keys=True, default=str),
+                "metadata": q.verifier_metadata,
             },
         }
         for index, q in enumerate(questions)

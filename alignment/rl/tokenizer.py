@@ -17,6 +17,7 @@ from alignment.errors import InputError, UnavailableError
 from alignment.files import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
+    import jinja2
     import tokenizers
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
@@ -96,19 +97,10 @@ class Tokenizer:
         Raises:
             InputError: the tokenizer has no chat template, or the template refuses the messages.
         """
-        template = self._config.get("chat_template")
-        if not isinstance(template, str):
-            raise InputError("the tokenizer has no chat template", where=self.folder / "tokenizer_config.json")
         import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = raise_exception
         try:
-            return environment.from_string(template).render(
+            return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
                 bos_token=self._token("bos_token"),
@@ -159,6 +151,21 @@ class Tokenizer:
                 found=vocab_size,
                 next_step="use the tokenizer that was saved with the checkpoint",
             )
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        template = self._config.get("chat_template")
+        if not isinstance(template, str):
+            raise InputError("the tokenizer has no chat template", where=self.folder / "tokenizer_config.json")
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = raise_exception
+        return environment.from_string(template)
 
     @cached_property
     def _pieces(self) -> dict[int, str]:

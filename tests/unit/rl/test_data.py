@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from alignment.rl.data import (
     prompt_ids_hash,
     write_parquet,
 )
-from alignment.rl.tokenizer import train_tokenizer
+from alignment.rl.tokenizer import Tokenizer, train_tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("pyarrow")
+
+BASELINES = Path(__file__).parents[3] / "baselines"
+DATA, CHECKPOINT = BASELINES / "data", BASELINES / "checkpoints" / "tiny-moonlight-warm"
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +81,14 @@ def test_prompt_ids_and_metadata_are_taken_where_the_data_has_them(tokenizer, tm
 def test_embedded_questions_survive_verls_parquet(tokenizer, tmp_path):
     pytest.importorskip("reasoning_gym")
     from alignment.rl.data import from_questions
-    from alignment.rl.tasks import EMBEDDED_TASKS, generate_mixture, verl_rows
+    from alignment.rl.tasks import EMBEDDED_TASKS, Task, generate_mixture, verl_rows
 
-    questions = generate_mixture(EMBEDDED_TASKS, 20, seed=0)
+    tasks = (*EMBEDDED_TASKS, Task(name="number_sorting"))
+    questions = generate_mixture(tasks, 20, seed=0)
     write_parquet(verl_rows(questions, split="rl"), tmp_path / "a.parquet")
-    read, made = (
-        from_parquet(tmp_path / "a.parquet", tokenizer, max_prompt_length=200),
-        from_questions(questions, tokenizer),
-    )
-    assert [(p.prompt_id, p.token_ids, p.ground_truth) for p in read] == [
-        (p.prompt_id, p.token_ids, p.ground_truth) for p in made
-    ]
-    assert [json.loads(p.metadata) for p in read] == [json.loads(json.dumps(q.metadata)) for q in questions]
+    read = from_parquet(tmp_path / "a.parquet", tokenizer, max_prompt_length=1000)
+    assert list(read) == list(from_questions(questions, tokenizer))
+    assert {bool(p.metadata) for p in read} == {False, True}
 
 
 def drop_column(name):
@@ -328,3 +328,32 @@ def test_a_batch_that_does_not_fit_is_refused(size):
 def test_the_hash_of_a_steps_prompts_sees_order_and_identity():
     hashes = {prompt_ids_hash(x) for x in (["a", "b"], ["b", "a"], ["a", "c"], ["ab"], ["a"])}
     assert len(hashes) == 5 and prompt_ids_hash(["a", "b"]) in hashes
+
+
+@pytest.mark.parametrize("split", ["rl", "held_out"])
+def test_the_stored_prompts_are_those_the_script_makes(split):
+    pytest.importorskip("reasoning_gym")
+    from alignment.rl.data import from_questions
+    from alignment.rl.tasks import EMBEDDED_TASKS, generate_mixture, split_of
+
+    manifest = json.loads((DATA / "manifest.json").read_text())
+    tokenizer = Tokenizer(CHECKPOINT)
+    stored = PromptSet.load(DATA / split, tokenizer=tokenizer)
+    questions = generate_mixture(EMBEDDED_TASKS, len(stored), seed=manifest["seed"], split=split)
+    assert list(stored) == list(from_questions(questions, tokenizer))
+    assert list(stored) == list(from_parquet(DATA / f"{split}.parquet", tokenizer, max_prompt_length=stored.max_length))
+    assert manifest["sets"][split]["content_hash"] == stored.content_hash
+    assert manifest["tokenizer_hash"] == stored.tokenizer_hash == tokenizer.content_hash
+    assert {split_of(q.question) for q in questions} == {split}
+
+
+def test_the_stored_checkpoint_has_exactly_the_tokenizers_vocabulary():
+    from alignment.weights.checkpoint import load_config
+
+    config, tokenizer = load_config(CHECKPOINT), Tokenizer(CHECKPOINT)
+    tokenizer.check_model(config.vocab_size)
+    assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (
+        tokenizer.pad_token_id,
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+    )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alignment.errors import InputError, UnavailableError
 from alignment.rl import scoring
+from alignment.rl.data import PromptSet
 from alignment.rl.scoring import BUILT_IN, Score, final_answer, score_response, score_responses
 from alignment.rl.tasks import EMBEDDED_TASKS, Task, generate
+from alignment.rl.tokenizer import Tokenizer
+
+BASELINES = Path(__file__).parents[3] / "baselines"
 
 TASKS = (*EMBEDDED_TASKS, Task(name="products", config={"max_digits": 2}), Task(name="lcm"))
 
@@ -48,6 +54,24 @@ def test_the_built_in_rule_is_reasoning_gyms_on_any_text(name, response, truth):
     assert score_response(source, response, truth, verifier="built_in") == score_response(
         source, response, truth, verifier="reasoning_gym"
     )
+
+
+@pytest.mark.parametrize("split", ["rl", "held_out"])
+def test_scores_from_stored_token_ids_are_reasoning_gyms(split):
+    """On every stored prompt: responses as token ids, judged with and without reasoning-gym."""
+    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("tokenizers")
+    tokenizer, accs = Tokenizer(BASELINES / "checkpoints" / "tiny-moonlight-warm"), set()
+    for prompt in PromptSet.load(BASELINES / "data" / split, tokenizer=tokenizer):
+        truth = prompt.ground_truth
+        for text in (truth, f"0{truth}", truth[::-1], truth[:-1], f"{truth}0", f"1 + 1 = {truth}"):
+            response = tokenizer.decode_response(
+                [*tokenizer.encode(text), tokenizer.eos_token_id, tokenizer.pad_token_id]
+            )
+            built_in = score_response(prompt.data_source, response, truth, verifier="built_in")
+            assert built_in == score_response(prompt.data_source, response, truth, verifier="reasoning_gym")
+            accs.add((prompt.data_source, built_in.acc))
+    assert accs == {(task.data_source, acc) for task in EMBEDDED_TASKS for acc in (0.0, 1.0)}
 
 
 def test_answers_are_found_as_reasoning_gym_finds_them():

@@ -68,7 +68,9 @@ def test_rows_have_verls_columns():
         assert row["data_source"] == "reasoning_gym/chain_sum"
         assert row["reward_model"] == {"style": "rule", "ground_truth": q.answer}
         assert row["extra_info"]["index"] == index and row["extra_info"]["prompt_id"] == q.prompt_id
-        assert json.loads(row["extra_info"]["metadata"])["expression"] in q.question
+        assert row["extra_info"]["metadata"] == ""
+    (sorting,) = verl_rows(generate(Task(name="number_sorting"), 1, seed=0), split="rl")
+    assert json.loads(sorting["extra_info"]["metadata"])["direction"] in ("ascending", "descending")
 
 
 def test_prompt_ids_differ_between_tasks_and_questions():
