@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -103,5 +104,6 @@ def print_verdicts(console: Console, verdicts: Iterable[Verdict]) -> None:
 def _grouped(verdicts: list[Verdict]) -> dict[tuple[str, str, str], list[Verdict]]:
     groups: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        groups.setdefault((verdict.layer, verdict.check.split("/")[0], verdict.subject), []).append(verdict)
+        name = verdict.check.removeprefix(f"{verdict.layer}/")
+        groups.setdefault((verdict.layer, re.split(r"[.-]", name)[0], verdict.subject), []).append(verdict)
     return groups

@@ -10,7 +10,7 @@ from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict, ex
 from alignment.report.terminal import explain, headline, print_verdicts
 
 
-def verdict(outcome, check="attention/tiny", value=3.0, **kwargs):
+def verdict(outcome, check="unit/attention.tiny", value=3.0, **kwargs):
     kwargs.setdefault("reason", "the error is above its budget")
     return Verdict(
         check=check, layer="unit", stage="operator", subject="torch", device="cpu", outcome=outcome,
@@ -23,7 +23,7 @@ def test_a_finding_says_everything():
         verdict(
             Outcome.FAIL,
             where=Divergence(stage="actor_update", module="model.layers.0.self_attn", quantity="output"),
-            baseline="cpu/epyc attention/tiny of 2026-11-29",
+            baseline="cpu/epyc unit/attention.tiny of 2026-11-29",
             next_command="alignment run --only unit",
         )
     )
@@ -31,18 +31,22 @@ def test_a_finding_says_everything():
     assert "actor_update · model.layers.0.self_attn · output" in text
     assert "output relative L2 = 3 , bound 2 (150 %)" in text
     assert "measured noise" in text
-    assert "cpu/epyc attention/tiny of 2026-11-29" in text
+    assert "cpu/epyc unit/attention.tiny of 2026-11-29" in text
     assert "alignment run --only unit" in text
 
 
 def test_the_table_takes_the_gravest_outcome_of_a_row_and_lists_only_findings():
     stream = io.StringIO()
-    rows = [verdict(Outcome.PASS, value=1.0), verdict(Outcome.FAIL, check="attention/yarn"),
-            verdict(Outcome.UNAVAILABLE, check="norm/x", reason="torch_npu is not installed")]
+    rows = [verdict(Outcome.PASS, value=1.0), verdict(Outcome.FAIL, check="unit/attention.yarn"),
+            verdict(Outcome.UNAVAILABLE, check="unit/norm.x", reason="torch_npu is not installed")]
     print_verdicts(Console(file=stream, width=140), rows)
     text = stream.getvalue()
-    assert text.count("FAIL  attention/yarn") == 1
-    assert "FAIL  attention/tiny" not in text
+    assert [line.split()[:5] for line in text.splitlines() if line.startswith("unit")] == [
+        ["unit", "attention", "torch", "2", "fail"],
+        ["unit", "norm", "torch", "1", "unavailable"],
+    ]
+    assert text.count("FAIL  unit/attention.yarn") == 1
+    assert "FAIL  unit/attention.tiny" not in text
     assert "not run: torch: torch_npu is not installed" in text
     assert "MISALIGNED: 1 fail, 1 unavailable, 1 pass" in text
 

@@ -1,0 +1,99 @@
+"""Progress of long work: a live bar on a terminal, a few plain lines elsewhere, nothing where it must be quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+# Without a terminal a line appears at most this often: often enough to show life, rarely enough for a log.
+QUIET_SECONDS = 20.0
+
+
+class SuiteProgress:
+    """Told about the parts of ``alignment run`` and about the steps of the training runs inside them."""
+
+    def __init__(self, console: Console | None, bars: Progress | None) -> None:
+        self._console, self._bars = console, bars
+        self._task: TaskID | None = None
+        self._part, self._last_line = "", 0.0
+
+    def begin(self, part: str, total: int) -> None:
+        """A part of ``total`` checks or steps begins."""
+        self._finish()
+        self._part, self._last_line = part, time.monotonic()
+        if self._bars is not None:
+            self._task = self._bars.add_task(part, total=total, note="")
+        elif self._console is not None:
+            self._line(f"{part}: {total} to do")
+
+    def advance(self, note: str = "") -> None:
+        """One of them is done."""
+        if self._bars is not None:
+            self._bars.update(self._task, advance=1, note=note)
+        elif self._console is not None and time.monotonic() - self._last_line > QUIET_SECONDS:
+            self._line(f"{self._part}: {note}")
+
+    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
+        """A stage of a training step begins."""
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, note=stage)
+
+    def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """A training step has ended."""
+        self.advance(f"step {step} of {total_steps}, reward {metrics['reward/before_filter']:+.3f}, {timings['step']:.2f} s a step")
+
+    def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        self._console.print(text, markup=False, highlight=False)
+
+    def _finish(self) -> None:
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, note="done")
+
+
+class TrainingProgress(SuiteProgress):
+    """Progress of one training run, whose length is known at its first stage."""
+
+    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
+        """A stage begins; the first one starts the bar."""
+        if not self._part:
+            self.begin("training", total_steps)
+        super().on_stage(step, total_steps, stage)
+
+
+@contextlib.contextmanager
+def suite_progress(console: Console, *, quiet: bool) -> Iterator[SuiteProgress]:
+    """Progress of ``alignment run``."""
+    with _bars(console, quiet) as (shown, bars):
+        yield SuiteProgress(shown, bars)
+
+
+@contextlib.contextmanager
+def training_progress(console: Console, *, quiet: bool) -> Iterator[TrainingProgress]:
+    """Progress of ``alignment dapo``."""
+    with _bars(console, quiet) as (shown, bars):
+        yield TrainingProgress(shown, bars)
+
+
+@contextlib.contextmanager
+def _bars(console: Console, quiet: bool) -> Iterator[tuple[Console | None, Progress | None]]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if quiet:
+        yield None, None
+        return
+    if not console.is_terminal:
+        yield console, None
+        return
+    columns = (
+        TextColumn("{task.description:<12}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", style="dim"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as bars:
+        yield console, bars
