@@ -14,7 +14,8 @@ from alignment.baseline.measure import METRICS, errors, size_of
 from alignment.devices.base import Device
 from alignment.errors import InputError
 from alignment.numerics.budget import ENVELOPE_FACTOR, ERROR_RATIO, ERROR_RATIO_LLM, Budget, Noise, Precision
-from alignment.numerics.random import portable_permutation, portable_uniform
+from alignment.numerics.perturbation import one_ulp
+from alignment.numerics.random import portable_permutation
 
 INPUTS, ULP, ORDER = "other inputs", "one-ulp inputs", "order of reductions"
 
@@ -73,7 +74,8 @@ def _errors_of(case: Case, subject: Subject, device: Device, run: Perturbation) 
     inputs = case.inputs(seed=run.seed)
     golden = case.golden_observations(inputs)
     if run.kind == ULP:
-        observed = subject.run(case, one_ulp(inputs, seed=run.seed, names=activations(case, inputs)), device)
+        moved = {n: one_ulp(inputs[n], seed=run.seed, stream=f"one-ulp/{n}") for n in activations(case, inputs)}
+        observed = subject.run(case, {**inputs, **moved}, device)
     elif run.kind == ORDER:
         with _other_threads(device):
             observed = _reordered(case, subject, inputs, device, run.seed)
@@ -87,17 +89,6 @@ def activations(case: Case, inputs: Tensors) -> tuple[str, ...]:
     """The inputs that carry activations: those the case names, else all real ones but weights, biases and cotangents."""
     kept = ("weight", "bias", "cotangent.")
     return case.perturbed or tuple(n for n, t in inputs.items() if t.is_floating_point() and not n.startswith(kept))
-
-
-def one_ulp(inputs: Tensors, *, seed: int, names: tuple[str, ...]) -> Tensors:
-    """Every non-zero value of the inputs ``names`` moved to a neighbouring one, up or down by a portable coin."""
-    moved = dict(inputs)
-    for name in names:
-        tensor = inputs[name]
-        up = portable_uniform(tensor.shape, seed=seed, stream=f"one-ulp/{name}") < 0.5
-        target = torch.where(up, torch.inf, -torch.inf).to(tensor.dtype)
-        moved[name] = torch.where(tensor == 0, tensor, torch.nextafter(tensor, target))
-    return moved
 
 
 def _reordered(case: Case, subject: Subject, inputs: Tensors, device: Device, seed: int) -> Tensors:

@@ -145,3 +145,15 @@ def stored_entry(store: BaselineStore, entry: Entry) -> Entry | None:
         kind=fingerprint["kind"], chip=fingerprint["chip"], layer=entry.case["layer"], operator=entry.case["operator"]
     )
     return load(path).entries.get(entry.key) if path.exists() else None
+
+
+def complete(store: BaselineStore, case: Case, subject: str, device: Device) -> bool:
+    """Whether ``store`` already holds this case as these sources record it on this chip, so that recording can resume."""
+    path = store.path(kind=device.kind, chip=device.fingerprint().chip, layer=case.layer, operator=case.operator)
+    entry = load(path).entries.get(f"{case.id}/{subject}") if path.exists() else None
+    return (
+        entry is not None
+        and entry.provenance.commit == source_commit()
+        and entry.case == case.identity()
+        and entry.inputs == inputs_hash(case.inputs())
+    )

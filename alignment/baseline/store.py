@@ -23,6 +23,7 @@ from alignment.files import read_json, write_atomically, write_json
 from alignment.numerics.budget import Budget, Noise
 
 SCHEMA = 1
+CASE_LAYERS = ("unit", "layer")
 RECORD_COMMAND = "alignment baseline record"
 
 
@@ -131,8 +132,9 @@ class BaselineStore:
         return self.root / kind / chip_slug(chip) / layer / f"{operator}.json"
 
     def paths(self, *, kind: str = "*", layer: str = "*", operator: str = "*") -> list[Path]:
-        """The files there are, sorted."""
-        return sorted(self.root.glob(f"{kind}/*/{layer}/{operator}.json"))
+        """The files there are, sorted; the runs of the e2e layer are files of their own kind (:mod:`.runs`)."""
+        layers = CASE_LAYERS if layer == "*" else (layer,)
+        return sorted(path for name in layers for path in self.root.glob(f"{kind}/*/{name}/{operator}.json"))
 
     def files(self, **chosen: str) -> Iterator[BaselineFile]:
         for path in self.paths(**chosen):

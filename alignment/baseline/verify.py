@@ -30,7 +30,7 @@ def verify(store: BaselineStore, *, recompute: bool = True) -> list[Finding]:
     """
     known = {case.id: case for case in cases()}
     findings, golden_seen = [], set()
-    for path in store.paths(layer="unit") + store.paths(layer="layer"):
+    for path in store.paths():
         try:
             file = load(path)
         except InputError as error:
@@ -65,8 +65,7 @@ def unused(store: BaselineStore) -> list[str]:
     known = {case.id for case in cases()}
     return [
         f"{file.path.relative_to(store.root)}: {key}"
-        for layer in ("unit", "layer")
-        for file in store.files(layer=layer)
+        for file in store.files()
         for key, entry in file.entries.items()
         if entry.case_id not in known
     ]
