@@ -41,12 +41,17 @@ class RecordedRollouts:
 
     def has(self, step: int, attempt: int = 0) -> bool:
         """Whether this rollout was recorded."""
-        return self._path(step, attempt).is_file()
+        return _path(self.directory, step, attempt).is_file()
 
     def steps(self) -> int:
         """How many consecutive steps from 1 on are recorded (their first attempt at least)."""
+        return self.count(self.directory)
+
+    @staticmethod
+    def count(directory: Path) -> int:
+        """The same for any directory, without looking at its key."""
         count = 0
-        while self.has(count + 1):
+        while _path(Path(directory), count + 1, 0).is_file():
             count += 1
         return count
 
@@ -60,7 +65,8 @@ class RecordedRollouts:
         names = [n for n in contract.adds + contract.optional if n in rollout]
         tensors = {n: rollout[n].cpu().contiguous().clone() for n in names}
         write_atomically(
-            self._path(step, attempt), lambda path: save_file(tensors, path, metadata={"prompts": _digest(rollout)})
+            _path(self.directory, step, attempt),
+            lambda path: save_file(tensors, path, metadata={"prompts": _digest(rollout)}),
         )
 
     def load(self, step: int, attempt: int, prompts: Batch) -> Batch:
@@ -71,7 +77,7 @@ class RecordedRollouts:
         """
         from safetensors import SafetensorError, safe_open
 
-        path = self._path(step, attempt)
+        path = _path(self.directory, step, attempt)
         try:
             with safe_open(path, framework="pt") as file:
                 recorded_for = (file.metadata() or {}).get("prompts")
@@ -88,9 +94,6 @@ class RecordedRollouts:
             )
         return prompts.add(tensors)
 
-    def _path(self, step: int, attempt: int) -> Path:
-        return self.directory / f"step_{step:06d}_{attempt:02d}.safetensors"
-
     def _require_same_key(self, found: Any) -> None:
         expected = {"schema": SCHEMA, **self.key}
         found = found if isinstance(found, dict) else {}
@@ -103,6 +106,10 @@ class RecordedRollouts:
                 found=", ".join(f"{k}={found.get(k)}" for k in differing),
                 next_step=f"point rollout.skip_dump_dir elsewhere, or remove {self.directory} to record anew",
             )
+
+
+def _path(directory: Path, step: int, attempt: int) -> Path:
+    return directory / f"step_{step:06d}_{attempt:02d}.safetensors"
 
 
 def hash_checkpoint(directory: Path) -> str:

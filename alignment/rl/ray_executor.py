@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from alignment.errors import InputError
+from alignment.errors import InputError, UnavailableError
 from alignment.rl.batch import Batch
 from alignment.rl.executor import Placement, WorkerGroup, join, run_setup, shares
 from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
 
 BUCKET_BYTES = 64 << 20
+OBJECT_STORE_BYTES = 256 << 20
 # What decides how a worker computes has to reach it whatever process started the Ray cluster.
 FORWARDED = (
     "ALIGNMENT_",
@@ -36,6 +37,10 @@ class Rank:
     """One actor process: builds its worker and runs what the group asks for."""
 
     def __init__(self, worker_setup: str | None) -> None:
+        if os.environ.get("ALIGNMENT_EMULATE_NPU"):
+            from alignment.devices.emulated_npu import install_if_requested
+
+            install_if_requested()
         run_setup(worker_setup)
         self._worker: Worker | None = None
 
@@ -105,10 +110,10 @@ class RayGroup:
         """Runs the stage on every rank; see :class:`~alignment.rl.executor.WorkerGroup`."""
         dispatch = dispatch_of(stage)
         if batch is None or dispatch is Dispatch.EVERY:
-            return self._gather(stage, [a.run.remote(stage, batch, arguments) for a in self.actors])
+            return self.gather(stage, [a.run.remote(stage, batch, arguments) for a in self.actors])
         mini_batches = arguments.get("mini_batches", 1)
         partition = shares(stage, batch, self.world_size, mini_batches=mini_batches, balance=self.balance)
-        answers = self._gather(
+        answers = self.gather(
             stage, [a.run.remote(stage, batch[list(rows)], arguments) for a, rows in zip(self.actors, partition.parts)]
         )
         return join(partition, answers) if dispatch is Dispatch.SPLIT else answers
@@ -116,12 +121,12 @@ class RayGroup:
     def stream(self, produce: str, to: WorkerGroup, consume: str) -> None:
         """Streams tensors from ``produce`` here into ``consume`` of every rank of ``to``."""
         if to is self:
-            self._gather(produce, [a.pipe.remote(produce, consume) for a in self.actors])
+            self.gather(produce, [a.pipe.remote(produce, consume) for a in self.actors])
             return
-        [references] = self._gather(produce, [self.actors[0].produce.remote(produce)])
-        to._gather(consume, [a.consume.remote(consume, references) for a in to.actors])
+        [references] = self.gather(produce, [self.actors[0].produce.remote(produce)])
+        to.gather(consume, [a.consume.remote(consume, references) for a in to.actors])
 
-    def _gather(self, stage: str, references: Sequence[Any]) -> list[Any]:
+    def gather(self, stage: str, references: Sequence[Any]) -> list[Any]:
         """The answers by rank; the first failure ends the wait, so that no rank is waited for that can never answer."""
         import ray
 
@@ -178,7 +183,7 @@ class RayExecutor:
     def __init__(self, *, worker_setup: str | None = None, address: str | None = None, debug: bool = False) -> None:
         self._worker_setup, self._address, self._debug = worker_setup, address, debug
         self._actors: list[Any] = []
-        self._started_ray = False
+        self._connected = False
 
     def start(self, setting: WorkerSetting, placement: Placement) -> Mapping[str, WorkerGroup]:
         """See :class:`~alignment.rl.executor.Executor`. Workers of all groups are brought up at the same time.
@@ -187,65 +192,73 @@ class RayExecutor:
             UnavailableError: Ray is not installed.
             InputError: a worker cannot be brought up.
         """
-        ray = self._connect()
+        self._connected = connect(address=self._address, debug=self._debug) or self._connected
+        import ray
+
         remote = ray.remote(Rank).options(
             num_cpus=0, max_restarts=0, runtime_env={"env_vars": worker_environment(placement)}
         )
-        groups: dict[str, WorkerGroup] = {}
-        building = []
-        for roles in placement.groups():
-            actors = [remote.remote(self._worker_setup) for _ in range(placement.world_size)]
-            group = RayGroup(actors, roles, balance=placement.balance)
-            self._actors += group.actors
-            groups.update(dict.fromkeys(roles, group))
-            building.append(group)
-        for group in building:
-            [rendezvous] = (
-                group._gather("start", [group.actors[0].rendezvous.remote()]) if group.world_size > 1 else [None]
-            )
-            group.building = [
-                actor.build.remote(setting, group.roles, rank, group.world_size, rendezvous)
-                for rank, actor in enumerate(group.actors)
-            ]
-        for group in building:
-            group._gather("start", group.building)
-        return groups
+        building = [self._begin(remote, roles, setting, placement) for roles in placement.groups()]
+        for group, references in building:
+            group.gather("start", references)
+        return {role: group for group, _ in building for role in group.roles}
+
+    def _begin(
+        self, remote, roles: tuple[str, ...], setting: WorkerSetting, placement: Placement
+    ) -> tuple[RayGroup, list]:
+        """Starts the processes of one group; the references tell when they are up."""
+        size = placement.world_size
+        group = RayGroup([remote.remote(self._worker_setup) for _ in range(size)], roles, balance=placement.balance)
+        self._actors += group.actors
+        rendezvous = None
+        if size > 1:
+            [rendezvous] = group.gather("start", [group.actors[0].rendezvous.remote()])
+        return group, [a.build.remote(setting, roles, rank, size, rendezvous) for rank, a in enumerate(group.actors)]
 
     def shutdown(self) -> None:
         """Ends the workers, and the cluster where this executor started it."""
+        if not self._actors and not self._connected:
+            return
         import ray
 
         for actor in self._actors:
             ray.kill(actor)
         self._actors.clear()
-        if self._started_ray:
+        if self._connected:
             ray.shutdown()
-            self._started_ray = False
+            self._connected = False
 
-    def _connect(self):
-        # Both are read when ray is imported or started: no call home, and devices stay visible to actors that reserve none.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        try:
-            import ray
-        except ImportError as error:
-            from alignment.errors import UnavailableError
 
-            raise UnavailableError(
-                f"Ray cannot be loaded ({error})",
-                where="executor ray",
-                next_step="pip install ray, or use executor=inprocess",
-            ) from None
-        if not ray.is_initialized():
-            ray.init(
-                address=self._address,
-                include_dashboard=False,
-                log_to_driver=self._debug,
-                logging_level=logging.INFO if self._debug else logging.ERROR,
-                **({} if self._address else {"object_store_memory": 256 << 20}),
-            )
-            self._started_ray = True
-        return ray
+def connect(*, address: str | None = None, debug: bool = False) -> bool:
+    """Joins the cluster at ``address``, or starts a quiet local one; nothing to do where this process is connected already.
+
+    Returns:
+        Whether this call connected, so that the caller is the one to disconnect.
+
+    Raises:
+        UnavailableError: Ray is not installed.
+    """
+    # Both are read when ray is imported or started: no call home, and actors that reserve no device still see them all.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UnavailableError(
+            f"Ray cannot be loaded ({error})",
+            where="executor ray",
+            next_step="pip install ray, or use executor=inprocess",
+        ) from None
+    if ray.is_initialized():
+        return False
+    ray.init(
+        address=address,
+        include_dashboard=False,
+        log_to_driver=debug,
+        logging_level=logging.INFO if debug else logging.ERROR,
+        **({} if address else {"object_store_memory": OBJECT_STORE_BYTES}),
+    )
+    return True
 
 
 def worker_environment(placement: Placement) -> dict[str, str]:

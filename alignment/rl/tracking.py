@@ -49,7 +49,7 @@ class Tracker:
                 raise InputError(
                     "a metric is not finite", where=f"step {step} · {name}", expected="a finite number", found=value
                 )
-        for name, line in ((METRICS, metrics), (GROUPS, groups), (TIMINGS, timings)):
+        for name, line in ((METRICS, metrics), (GROUPS, groups), (TIMINGS, {"seconds": timings})):
             text = json.dumps({"step": step, **line}, sort_keys=True, allow_nan=False)
             self._files[name].write(text + "\n")
             self._files[name].flush()

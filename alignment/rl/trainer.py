@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import alignment
-from alignment.errors import InputError, UnavailableError
-from alignment.files import read_json, write_json
-from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun, CurveStep
+from alignment.numerics.curve_run import CurveStep
 from alignment.numerics.random import portable_key, portable_permutation
 from alignment.rl import checkpoint
 from alignment.rl.advantages import compute_advantages
@@ -24,29 +18,18 @@ from alignment.rl.batch import Batch
 from alignment.rl.batching import mini_batches
 from alignment.rl.config import DEVICE_ONLY_FIELDS, TrainConfig, flatten
 from alignment.rl.contracts import CONTRACTS, check, check_untouched
-from alignment.rl.data import Prompt, PromptSampler, PromptSet, from_parquet, prompt_batch
-from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement, WorkerGroup
+from alignment.rl.data import Prompt, PromptSampler, PromptSet, prompt_batch
+from alignment.rl.executor import WorkerGroup
 from alignment.rl.filtering import DynamicSampling
 from alignment.rl.kl import KlController
 from alignment.rl.metrics import add_shares, batch_metrics, log_prob_gap, mean_over_updates, sampling_metrics
-from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
+from alignment.rl.mock_rollout import RecordedRollouts
 from alignment.rl.tokenizer import Tokenizer
-from alignment.rl.tracking import GROUPS, METRICS, Tracker, read_series
-from alignment.rl.worker import WorkerSetting
+from alignment.rl.tracking import Tracker
 
-SOURCE_ROOT = Path(alignment.__file__).resolve().parent.parent
-RUN = "run.json"
-CONFIG = "config.json"
 GAP = "training/rollout_log_probs_abs_diff_mean"
 # A resumed run may go on for longer, and may save and log otherwise; everything else has to be what it was.
 FREE_ON_RESUME = DEVICE_ONLY_FIELDS | {"trainer.total_training_steps", "trainer.total_epochs"}
-# Two runs are comparable when they compute the same thing; seed and layout are what comparisons vary.
-FREE_IN_COMPARISON = DEVICE_ONLY_FIELDS | {
-    "trainer.seed", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.colocate", "trainer.deterministic",
-    "trainer.curve_gate", "engine.train", "engine.rollout", "actor_rollout_ref.actor.strategy",
-    "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.load_format", "actor_rollout_ref.rollout.skip.enable",
-    "actor_rollout_ref.rollout.free_cache_engine",
-}  # fmt: skip
 
 
 class Progress(Protocol):
@@ -69,15 +52,6 @@ class Silence:
         """Nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """A finished run: its directory and what it wrote, one entry per step."""
-
-    directory: Path
-    metrics: list[dict[str, float]]
-    curve: CurveRun
-
-
 class DapoTrainer:
     """Trains a policy by DAPO, GRPO or PPO, whichever the configuration describes.
 
@@ -86,10 +60,10 @@ class DapoTrainer:
         groups: worker group of each role.
         prompts: what it trains on.
         tokenizer: of the policy.
-        tracker: where metrics go.
         checkpoints: directory of checkpoints.
         recorded: recorded rollouts to replay or to write, or None.
         generates: whether the workers have an inference engine.
+        fingerprint: what a checkpoint has to agree with when it is resumed, flat.
         progress: told about stages and steps.
     """
 
@@ -100,14 +74,15 @@ class DapoTrainer:
         groups: Mapping[str, WorkerGroup],
         prompts: PromptSet,
         tokenizer: Tokenizer,
-        tracker: Tracker,
         checkpoints: Path,
         recorded: RecordedRollouts | None = None,
         generates: bool = True,
+        fingerprint: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.config, self.groups, self.tokenizer, self.tracker = config, groups, tokenizer, tracker
+        self.config, self.groups, self.tokenizer = config, groups, tokenizer
         self.checkpoints, self.recorded, self.generates = checkpoints, recorded, generates
+        self.fingerprint = resume_fingerprint(config) if fingerprint is None else fingerprint
         self.progress = progress or Silence()
         filtering, data = config.algorithm.filter_groups, config.data
         regenerates = filtering.enable and filtering.mode == "regenerate"
@@ -125,8 +100,8 @@ class DapoTrainer:
         )
         self.timings: dict[str, float] = {}
 
-    def fit(self) -> None:
-        """Trains from the present step to the last one."""
+    def fit(self, tracker: Tracker) -> None:
+        """Trains from the present step to the last one; every finished step goes to ``tracker``."""
         if self.step < self.total_steps:
             self._sync_weights()
         while self.step < self.total_steps:
@@ -134,7 +109,7 @@ class DapoTrainer:
             self.timings = {}
             with self._timed("step"):
                 metrics, groups = self._train_step()
-            self.tracker.log(self.step, metrics=metrics, groups=groups, timings=self.timings)
+            tracker.log(self.step, metrics=metrics, groups=groups, timings=self.timings)
             self._save_if_due()
             self.progress.on_step(self.step, self.total_steps, metrics, self.timings)
 
@@ -144,7 +119,7 @@ class DapoTrainer:
         self.kl.value = state["kl_coef"]
         self.sampler.load_state_dict(state["data"])
         for group in self._distinct_groups():
-            group.call("load", directory=str(path))
+            group.call("load", directory=str(path.resolve()))
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -184,10 +159,8 @@ class DapoTrainer:
         return sampling.take(), Batch.concat(shown), sampling
 
     def _next_prompts(self, count: int, sampling: DynamicSampling) -> Sequence[Prompt]:
-        filtering = self.config.algorithm.filter_groups
-        if sampling.rounds and filtering.mode == "reserve":
-            used = sampling.prompts_drawn - self.config.data.train_batch_size
-            return self.sampler.reserve(self.step, filtering.reserve_size)[used : used + count]
+        if sampling.rounds and self.config.algorithm.filter_groups.mode == "reserve":
+            return self.sampler.reserve(self.step, count)
         return self.sampler.next_batch()
 
     def _generate_and_score(self, prompts: Sequence[Prompt], *, attempt: int) -> Batch:
@@ -279,7 +252,7 @@ class DapoTrainer:
         frequency, last = self.config.trainer.save_freq, self.step == self.total_steps
         if not (frequency and last) and not (frequency > 0 and self.step % frequency == 0):
             return
-        state = {"config": resume_fingerprint(self.config), "data": self.sampler.state_dict(), "kl_coef": self.kl.value}
+        state = {"config": dict(self.fingerprint), "data": self.sampler.state_dict(), "kl_coef": self.kl.value}
 
         def write(directory: Path) -> None:
             for group in self._distinct_groups():
@@ -339,198 +312,3 @@ def resume_fingerprint(config: TrainConfig) -> dict[str, Any]:
     schedules = {config.actor_rollout_ref.actor.optim.lr_scheduler_type, config.critic.optim.lr_scheduler_type}
     free = FREE_ON_RESUME if schedules == {"constant"} else DEVICE_ONLY_FIELDS
     return {k: v for k, v in flatten(config.to_dict()).items() if k not in free}
-
-
-def comparison_fingerprint(config: TrainConfig, *, model: str, data: str) -> str:
-    """SHA-256 over everything that has to be equal for two runs' curves to be comparable, weights and data included."""
-    fields = {k: v for k, v in flatten(config.to_dict()).items() if k not in FREE_IN_COMPARISON}
-    text = json.dumps({"config": fields, "model": model, "data": data}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def run_dapo(
-    config: TrainConfig,
-    *,
-    run_dir: Path,
-    executor: str | Executor = "inprocess",
-    device: str | None = None,
-    progress: Progress | None = None,
-    worker_setup: str | None = None,
-    weights: str | None = None,
-) -> RunResult:
-    """A whole training run in ``run_dir``.
-
-    Writes ``config.json``, ``run.json``, ``metrics.jsonl``, ``groups.jsonl``, ``timings.jsonl`` and, where asked,
-    ``tensorboard/``; checkpoints go to ``trainer.default_local_dir`` (below ``run_dir`` unless absolute).
-
-    Args:
-        config: the configuration.
-        run_dir: directory of the run; resumed from where ``trainer.resume_mode`` says so.
-        executor: ``ray``, ``inprocess``, or an executor.
-        device: overrides ``trainer.device``.
-        progress: told about stages and steps.
-        worker_setup: ``module:function`` that every worker process calls first.
-        weights: first weights from another checkpoint than ``model.path``.
-
-    Raises:
-        InputError: anything that cannot work, before a step is taken where it can be known.
-    """
-    run_dir = Path(run_dir)
-    config = located(config)
-    device = device or config.trainer.device
-    tokenizer = Tokenizer(Path(config.actor_rollout_ref.model.path))
-    prompts = load_prompts(config, tokenizer)
-    model_hash = hash_checkpoint(Path(weights or config.actor_rollout_ref.model.path))
-    checkpoints = run_dir / config.trainer.default_local_dir
-    found = checkpoint.find(
-        checkpoints, resume_mode=config.trainer.resume_mode, resume_from_path=config.trainer.resume_from_path
-    )
-    state = checkpoint.read_state(found, config=resume_fingerprint(config)) if found else None
-    steps = total_steps(config, prompts)
-    recorded = open_record(config, run_dir, model=model_hash, data=prompts.content_hash)
-    generates = recorded is None or recorded.steps() < steps
-    setting = WorkerSetting(config=config, device=device, total_steps=steps, generates=generates, weights=weights)
-    if isinstance(executor, str):
-        executor = make_executor(executor, worker_setup=worker_setup)
-    try:
-        groups = executor.start(setting, placement(config))
-        about = groups["actor"].call("describe")
-        tracker = Tracker(
-            run_dir, resume_step=state["step"] if state else 0, tensorboard="tensorboard" in config.trainer.logger
-        )
-        identity = {
-            "seed": config.trainer.seed,
-            "device": about[0]["device"],
-            "total_steps": steps,
-            "filtered": config.algorithm.filter_groups.enable,
-            "config": comparison_fingerprint(config, model=model_hash, data=prompts.content_hash),
-            "provenance": {
-                "model_hash": model_hash,
-                "data_hash": prompts.content_hash,
-                "config_hash": config.config_hash(),
-            },
-        }
-        write_json(run_dir / CONFIG, config.to_dict())
-        write_json(run_dir / RUN, {**identity, "workers": about})
-        with contextlib.closing(tracker):
-            trainer = DapoTrainer(
-                config,
-                groups=groups,
-                prompts=prompts,
-                tokenizer=tokenizer,
-                tracker=tracker,
-                checkpoints=checkpoints,
-                recorded=recorded,
-                generates=generates,
-                progress=progress,
-            )
-            if state:
-                trainer.resume(found, state)
-            trainer.fit()
-    finally:
-        executor.shutdown()
-    return read_run(run_dir)
-
-
-def read_run(run_dir: Path) -> RunResult:
-    """What a run wrote.
-
-    Raises:
-        InputError: a file is missing or damaged.
-    """
-    run = read_json(run_dir / RUN)
-    curve = {k: run[k] for k in ("seed", "device", "config", "total_steps", "filtered", "provenance")}
-    text = json.dumps({"schema": CURVE_SCHEMA, **curve, "steps": read_series(run_dir / GROUPS)})
-    return RunResult(directory=run_dir, metrics=read_series(run_dir / METRICS), curve=CurveRun.from_json(text))
-
-
-def placement(config: TrainConfig) -> Placement:
-    """Which roles the configuration needs and where they go."""
-    needed = {"reference": config.use_reference, "critic": config.use_critic}
-    roles = tuple(role for role in ROLES if needed.get(role, True))
-    return Placement(
-        roles=roles, world_size=config.dp_size, colocated=config.trainer.colocate, balance=config.trainer.balance_batch
-    )
-
-
-def make_executor(name: str, *, worker_setup: str | None = None) -> Executor:
-    """The executor called ``ray`` or ``inprocess``."""
-    if name == "inprocess":
-        return InProcessExecutor(worker_setup=worker_setup)
-    if name == "ray":
-        from alignment.rl.ray_executor import RayExecutor
-
-        return RayExecutor(worker_setup=worker_setup)
-    raise InputError("unknown executor", where="executor", expected="ray | inprocess", found=name)
-
-
-def load_prompts(config: TrainConfig, tokenizer: Tokenizer) -> PromptSet:
-    """The prompts of ``data.train_files``: parquet in verl's format, or materialised ones.
-
-    Where parquet cannot be read for want of a package, the materialised file of the same name takes its place.
-    """
-    data = config.data
-    if not data.train_files:
-        raise InputError(
-            "there is nothing to train on", where="data.train_files", expected="at least one file", found="none"
-        )
-    sets = []
-    for name in data.train_files:
-        path = Path(name)
-        try:
-            parts = (
-                from_parquet(path, tokenizer, max_prompt_length=data.max_prompt_length, prompt_key=data.prompt_key)
-                if path.suffix == ".parquet"
-                else None
-            )
-        except UnavailableError:
-            if not path.with_suffix(".safetensors").is_file():
-                raise
-            parts = None
-        sets.append(parts or PromptSet.load(path, tokenizer=tokenizer))
-    if len(sets) == 1:
-        return sets[0]
-    return PromptSet(
-        [p for part in sets for p in part], tokenizer_hash=tokenizer.content_hash, where="data.train_files"
-    )
-
-
-def located(config: TrainConfig) -> TrainConfig:
-    """The configuration with its model and data found: as named, else below the directory that holds this package."""
-
-    def find(name: str) -> str:
-        below = SOURCE_ROOT / name
-        return str(below) if not Path(name).exists() and below.exists() else name
-
-    policy = config.actor_rollout_ref
-    model = dataclasses.replace(policy.model, path=find(policy.model.path))
-    data = dataclasses.replace(config.data, train_files=tuple(find(name) for name in config.data.train_files))
-    return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(policy, model=model))
-
-
-def open_record(config: TrainConfig, run_dir: Path, *, model: str, data: str) -> RecordedRollouts | None:
-    """The recorded rollouts the configuration asks for, or None.
-
-    Raises:
-        InputError: they were recorded with another model, other data or other sampling parameters.
-    """
-    rollout = config.actor_rollout_ref.rollout
-    if not rollout.skip.enable:
-        return None
-    key = {
-        "model": model,
-        "data": data,
-        "data_seed": config.data.seed,
-        "shuffle": config.data.shuffle,
-        "seed": config.trainer.seed,
-        "n": rollout.n,
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "max_prompt_length": config.data.max_prompt_length,
-        "max_response_length": config.data.max_response_length,
-        "train_batch_size": config.data.train_batch_size,
-        "gen_batch_size": config.data.gen_batch_size,
-        "calculate_log_probs": rollout.calculate_log_probs,
-    }
-    return RecordedRollouts(run_dir / rollout.skip.dump_dir, key=key)

@@ -121,6 +121,12 @@ class Worker:
     @dispatched(Dispatch.SPLIT)
     def rollout(self, batch: Batch) -> Batch:
         """Responses to prompts. Reads the list ``sample_key``, from which the draws of a sample follow."""
+        if self.engine is None:
+            raise InputError(
+                "this generation round is not recorded, and no engine was brought up for the rounds that are",
+                where="rollout",
+                next_step="remove the record to have it written anew",
+            )
         self._turn_to_rollout()
         return stages.generate(self.engine, batch, self.config)
 

@@ -6,14 +6,17 @@ import math
 import pytest
 
 from alignment.errors import InputError
-from alignment.rl.tracking import GROUPS, METRICS, TIMINGS, Tracker, keep_steps, read_series
+from alignment.rl.tracking import GROUPS, METRICS, SERIES, TIMINGS, Tracker, keep_steps, read_series
 
 
 def write_steps(directory, steps, *, resume_step=0, value=lambda step: 0.1 * step):
     tracker = Tracker(directory, resume_step=resume_step)
     for step in steps:
         tracker.log(
-            step, metrics={"actor/pg_loss": value(step)}, groups={"prompt_ids": ["a"]}, timings={"rollout": step / 7}
+            step,
+            metrics={"actor/pg_loss": value(step)},
+            groups={"prompt_ids": ["a"]},
+            timings={"rollout": step / 7, "step": 3},
         )
     tracker.close()
 
@@ -23,7 +26,7 @@ def test_floats_keep_their_bits_and_timings_have_their_own_file(tmp_path):
     lines = read_series(tmp_path / METRICS)
     assert lines == [{"step": s, "actor/pg_loss": math.pi / 3**s} for s in (1, 2, 3)]
     assert "rollout" not in (tmp_path / METRICS).read_text()
-    assert read_series(tmp_path / TIMINGS)[0] == {"step": 1, "rollout": 1 / 7}
+    assert read_series(tmp_path / TIMINGS)[0] == {"step": 1, "seconds": {"rollout": 1 / 7, "step": 3}}
     assert read_series(tmp_path / GROUPS)[2] == {"step": 3, "prompt_ids": ["a"]}
 
 
@@ -40,7 +43,7 @@ def test_a_resumed_run_continues_the_bytes_of_an_uninterrupted_one(tmp_path):
     with open(tmp_path / "killed" / METRICS, "a") as file:
         file.write('{"step": 5, "actor/pg')
     write_steps(tmp_path / "killed", range(3, 6), resume_step=2)
-    for name in (METRICS, GROUPS):
+    for name in SERIES:
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 
 
