@@ -49,6 +49,9 @@ METRICS: dict[str, Metric] = {
         Metric(name="actor/pg_clipfrac", reduction=SHARE, unit="fraction", meaning="tokens on the clipped branch"),
         Metric(name="actor/pg_clipfrac_lower", reduction=SHARE, unit="fraction", meaning="tokens where dual clip acts"),
         Metric(name="actor/ppo_kl", reduction=SHARE, unit="nats", meaning="old minus new log-prob"),
+        Metric(
+            name="actor/pg_scale", reduction=SHARE, unit="", meaning="abs. advantage times ratio: the scale of pg_loss"
+        ),
         Metric(name="actor/entropy", reduction=SHARE, unit="nats", meaning="entropy of the policy, by loss_agg_mode"),
         Metric(name="actor/kl_loss", reduction=SHARE, unit="nats", meaning="KL to the reference, by loss_agg_mode"),
         Metric(name="actor/grad_norm", reduction=UPDATE, unit="", meaning="global L2 norm before clipping"),

@@ -190,6 +190,7 @@ def test_every_metric_is_in_the_table():
     engine = {
         "actor/grad_norm",
         "actor/lr",
+        "actor/pg_scale",
         "critic/grad_norm",
         "critic/lr",
         "actor/reward_kl_penalty",
