@@ -125,7 +125,9 @@ struct Allocator<Base, std::void_t<decltype(sizeof(Base))>> final : HostBackedAl
     return stats;
   }
   virtual void resetAccumulatedStats(DeviceIndex) {}
-  virtual void resetPeakStats(DeviceIndex device) { bytes_peak[or_current(device)] = bytes_now[or_current(device)].load(); }
+  virtual void resetPeakStats(DeviceIndex device) {
+    bytes_peak[or_current(device)] = bytes_now[or_current(device)].load();
+  }
 };
 static Allocator<c10::DeviceAllocator> allocator;
 static const auto allocator_set = (c10::SetAllocator(kNPU, &allocator), 0);
@@ -328,7 +330,7 @@ struct Bridge {
   };
   c10::SmallVector<StoragePair, 8> storages;
   c10::SmallVector<TensorPair, 8> tensors;
-  int device = -1;                // of the first npu argument
+  int device = -1;                 // of the first npu argument
   bool has_cpu_nonscalar = false;  // a CPU tensor with dimensions among the arguments
 
   c10::intrusive_ptr<StorageImpl> cpu_storage(StorageImpl* npu) {

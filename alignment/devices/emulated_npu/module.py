@@ -89,7 +89,7 @@ def get_device_properties(device: torch.device | str | int | None = None) -> typ
     )
 
 
-class device(contextlib.ContextDecorator):  # noqa: N801 - torch's own name
+class device(contextlib.ContextDecorator):
     """Makes an npu device current inside the block; ``None`` or a negative index changes nothing."""
 
     def __init__(self, device: torch.device | str | int | None) -> None:

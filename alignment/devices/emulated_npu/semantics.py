@@ -139,7 +139,7 @@ def hf32_matmul() -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked_k_accumulation(block: int) -> Iterator[None]:
-    """Matrix products summed over K in blocks of ``block``, one block after the other, in float32, rounded at the end."""
+    """Matrix products summed over K in blocks of ``block``, one after the other, in float32, rounded at the end."""
     if block < 1:
         raise ValueError(f"block is at least 1, not {block}")
     with _changed(k_block=block):
@@ -220,12 +220,16 @@ def _added_matmul(added, left, right, *, beta=1, alpha=1):
     return _npu(total.to(a.dtype), left)
 
 
+def _into(out, result):
+    return (out if out.shape == result.shape else out.resize_(result.shape)).copy_(result)
+
+
 def _matmul_out(left, right, *, out):
-    return out.copy_(_matmul(left, right))
+    return _into(out, _matmul(left, right))
 
 
 def _added_matmul_out(added, left, right, *, beta=1, alpha=1, out):
-    return out.copy_(_added_matmul(added, left, right, beta=beta, alpha=alpha))
+    return _into(out, _added_matmul(added, left, right, beta=beta, alpha=alpha))
 
 
 def _added_matmul_(added, left, right, *, beta=1, alpha=1):
@@ -240,14 +244,16 @@ def _sum(tensor, dim, keepdim=False, *, dtype=None):
     dims = range(host.dim()) if not dim else {d % host.dim() for d in dim} if host.dim() else ()
     total = host.float()
     for d in dims:
-        lanes = [total[(slice(None),) * d + (slice(lane, None, _arithmetic.lanes),)] for lane in range(_arithmetic.lanes)]
+        lanes = [
+            total[(slice(None),) * d + (slice(lane, None, _arithmetic.lanes),)] for lane in range(_arithmetic.lanes)
+        ]
         total = torch.stack([lane.sum(d, keepdim=True) for lane in lanes]).sum(0)
     total = total if keepdim or not host.dim() else total.squeeze(tuple(dims))
     return _npu(total.to(result_dtype), tensor)
 
 
 def _sum_out(tensor, dim, keepdim=False, *, dtype=None, out):
-    return out.copy_(_sum(tensor, dim, keepdim, dtype=dtype))
+    return _into(out, _sum(tensor, dim, keepdim, dtype=dtype))
 
 
 def _index_add_(tensor, dim, index, source, *, alpha=1):

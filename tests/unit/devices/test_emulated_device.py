@@ -125,7 +125,11 @@ def test_a_view_shares_the_storage(name):
     npu = cpu.npu()
     mine, theirs = VIEWS[name](npu), VIEWS[name](cpu)
     assert storage_address(mine) == storage_address(npu)
-    assert (mine.shape, mine.stride(), mine.storage_offset()) == (theirs.shape, theirs.stride(), theirs.storage_offset())
+    assert (mine.shape, mine.stride(), mine.storage_offset()) == (
+        theirs.shape,
+        theirs.stride(),
+        theirs.storage_offset(),
+    )
     assert mine._is_view() == theirs._is_view()
     assert mine.cpu().equal(theirs)
     npu.mul_(2)
@@ -218,7 +222,9 @@ def test_views_are_not_counted():
     assert torch.npu.memory_allocated() == before and view.shape[1] == 2
 
 
-@pytest.mark.skipif(not hasattr(torch.accelerator, "memory_allocated"), reason="torch.accelerator.memory_* is torch 2.9+")
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "memory_allocated"), reason="torch.accelerator.memory_* is torch 2.9+"
+)
 def test_torch_accelerator_sees_the_same_memory():
     tensor = torch.empty(1 << 10, device="npu")
     assert torch.accelerator.memory_allocated() == torch.npu.memory_allocated() >= tensor.numel() * FLOAT_BYTES

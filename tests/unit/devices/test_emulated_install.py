@@ -1,4 +1,4 @@
-"""Installing the emulated NPU: when it is refused, what it says, how it is built. Each case has a process of its own."""
+"""Installing the emulated NPU: when it is refused, what it says, how it is built; in processes of their own."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def fake_torch_npu(tmp_path) -> Path:
 
 def test_refused_where_the_real_torch_npu_is_installed(fake_torch_npu):
     text = refused(PYTHONPATH=str(fake_torch_npu.parent))
-    assert text.startswith(f"InputError {fake_torch_npu / '__init__.py'}: the NPU is not emulated where the real torch_npu")
+    assert text.startswith(
+        f"InputError {fake_torch_npu / '__init__.py'}: the NPU is not emulated where the real torch_npu"
+    )
     assert "Next: run without emulation (pytest -m npu)" in text
 
 
@@ -219,7 +221,9 @@ def test_concurrent_builds_compile_once(cache, tmp_path, monkeypatch):
 
 
 def test_a_failed_compilation_shows_its_first_errors_and_leaves_nothing(cache, tmp_path, monkeypatch):
-    script = 'echo partial > "$out"; for i in 1 2 3 4; do echo "emu_npu.cpp:$i: error: no such thing $i" >&2; done; exit 1'
+    script = (
+        'echo partial > "$out"; for i in 1 2 3 4; do echo "emu_npu.cpp:$i: error: no such thing $i" >&2; done; exit 1'
+    )
     fake_compiler(tmp_path, monkeypatch, script)
     with pytest.raises(InputError) as caught:
         build.build()
@@ -233,5 +237,7 @@ def test_a_failed_compilation_shows_its_first_errors_and_leaves_nothing(cache, t
 def test_an_unwritable_cache_is_an_error_that_says_so(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALIGNMENT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(InputError, match="cache directory is not writable.*point ALIGNMENT_CACHE at a writable directory"):
+    with pytest.raises(
+        InputError, match="cache directory is not writable.*point ALIGNMENT_CACHE at a writable directory"
+    ):
         build.build()

@@ -148,7 +148,9 @@ def compare(npu: list[torch.Tensor], cpu: list[torch.Tensor], what: str) -> None
         if mine.device.type != "npu":
             raise Difference(what=f"{what}: came back on {mine.device}")
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
-            raise Difference(what=f"{what}: {mine.dtype}{list(mine.shape)}, on the cpu {theirs.dtype}{list(theirs.shape)}")
+            raise Difference(
+                what=f"{what}: {mine.dtype}{list(mine.shape)}, on the cpu {theirs.dtype}{list(theirs.shape)}"
+            )
         if mine.stride() != theirs.stride() and mine.numel() > 1:
             raise Difference(what=f"{what}: strides {mine.stride()}, on the cpu {theirs.stride()}")
         try:
@@ -167,7 +169,7 @@ def check(op) -> None:
             tensor.grad = None
         try:
             cpu_out = run(op, *cpu_arguments)
-        except Exception:  # noqa: BLE001 - a sample that the CPU refuses shows nothing
+        except Exception:  # a sample that the CPU refuses shows nothing
             continue
         npu_out = run(op, *npu_arguments)
         if op.name in UNINITIALISED:
@@ -176,7 +178,7 @@ def check(op) -> None:
         if any(t.requires_grad for t in tensors(cpu_out)):
             try:
                 scalar(tensors(cpu_out)).backward()
-            except Exception:  # noqa: BLE001
+            except Exception:
                 continue
             scalar(tensors(npu_out)).backward()
             for mine, theirs in zip(tensors(npu_arguments), tensors(cpu_arguments), strict=True):
@@ -190,7 +192,7 @@ def differences(entries) -> Iterator[str]:
         for op in entries:
             try:
                 check(op)
-            except Exception as error:  # noqa: BLE001 - every way to differ is counted, none may end the count
+            except Exception as error:  # every way to differ is counted, none may end the count
                 yield f"{full_name(op)}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 

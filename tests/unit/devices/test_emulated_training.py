@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = SEED) -> torch.Tensor:
 
 
 def assert_rounding_only(npu: torch.Tensor, cpu: torch.Tensor, terms: int) -> None:
-    """Equal but for the order of sums of ``terms`` float32 products: |difference| <= eps * terms * largest magnitude."""
+    """Equal but for the order of sums of ``terms`` float32 products: |difference| <= eps * terms * largest value."""
     bound = torch.finfo(torch.float32).eps * terms * cpu.detach().abs().max().clamp(min=1)
     difference = (npu.detach().cpu() - cpu.detach()).abs().max()
     assert difference <= bound, f"differs by {difference}, rounding explains {bound}"
@@ -145,7 +145,9 @@ def test_scaled_dot_product_attention(causal):
         assert_rounding_only(n.grad, c.grad, 8 * 16)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}, {"reduction": "sum"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}, {"reduction": "sum"}], ids=str
+)
 def test_cross_entropy(options):
     cpu = normal(6, 9).requires_grad_()
     npu = cpu.detach().npu().requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -108,7 +109,9 @@ def test_attention_layouts(torch_npu, layout, kv_heads, dtype):
     assert maximum.shape == total.shape == (BATCH, HEADS, LENGTH, 8) and maximum.dtype == torch.float32
     # The scale of a head twice as wide, and the default scale of 1, are errors that the comparison sees.
     for wrong in (SCALE / math.sqrt(2), 1.0):
-        assert_differs(torch_npu.npu_fusion_attention(*inputs, HEADS, layout, scale=wrong)[0], to_layout(golden), **ROUND_TRIPS)
+        assert_differs(
+            torch_npu.npu_fusion_attention(*inputs, HEADS, layout, scale=wrong)[0], to_layout(golden), **ROUND_TRIPS
+        )
 
 
 def test_attention_in_the_wrong_layout_differs_or_is_refused(torch_npu):
@@ -214,7 +217,7 @@ def test_attention_of_packed_sequences(torch_npu, dtype, sparse_mode):
     q = normal(tokens, HEADS, WIDTH, seed=1, dtype=dtype)
     k, v = (normal(tokens, 2, WIDTH, seed=seed, dtype=dtype) for seed in (2, 3))
     golden = torch.zeros(tokens, HEADS, WIDTH, dtype=torch.float64)
-    for start, end in zip([0, *ends], ends):
+    for start, end in itertools.pairwise([0, *ends]):
         hidden = None if sparse_mode == 0 else hidden_where(lambda i, j: j <= i, end - start, end - start)
         parts = (t[start:end].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         golden[start:end] = golden_attention(*parts, scale=SCALE, hidden=hidden)[0].transpose(0, 1)
@@ -222,9 +225,18 @@ def test_attention_of_packed_sequences(torch_npu, dtype, sparse_mode):
     def attend(q_ends=ends, kv_ends=ends, **options):
         mask = None if sparse_mode == 0 else COMPRESSED.npu()
         return torch_npu.npu_fusion_attention(
-            q.npu(), k.npu(), v.npu(), HEADS, "TND", scale=SCALE, atten_mask=mask, sparse_mode=sparse_mode,
-            actual_seq_qlen=q_ends, actual_seq_kvlen=kv_ends, **options,
-        )  # fmt: skip
+            q.npu(),
+            k.npu(),
+            v.npu(),
+            HEADS,
+            "TND",
+            scale=SCALE,
+            atten_mask=mask,
+            sparse_mode=sparse_mode,
+            actual_seq_qlen=q_ends,
+            actual_seq_kvlen=kv_ends,
+            **options,
+        )
 
     out, maximum, *_ = attend()
     assert_matches(out, golden, **ROUND_TRIPS)
@@ -346,7 +358,7 @@ def test_add_rms_norm(torch_npu, dtype):
     total = a.double() + b.double()
     y, rstd, x = torch_npu.npu_add_rms_norm(a.npu(), b.npu(), gamma.npu(), 1e-3)
     assert_matches(x, total, terms=1)
-    golden, golden_rstd = golden_rms_norm(total, gamma, 1e-3)
+    golden, _ = golden_rms_norm(total, gamma, 1e-3)
     assert_matches(y, golden, terms=8, roundings=2)
     assert rstd.shape == (3, 1)
     assert_differs(y, golden_rms_norm(a, gamma, 1e-3)[0], terms=8, roundings=2)
@@ -449,10 +461,14 @@ def test_grouped_matmul_by_rows(torch_npu, kind, group_list, stacked, dtype):
     many = torch_npu.npu_grouped_matmul([x.npu()], weights, split_item=0, **options)
     assert [tuple(y.shape) for y in many] == [(size, 4) for size in SIZES]
     assert torch.cat(many).equal(one)
-    (with_bias,) = torch_npu.npu_grouped_matmul([x.npu()], weights, bias=[b.npu() for b in bias], split_item=2, **options)
+    (with_bias,) = torch_npu.npu_grouped_matmul(
+        [x.npu()], weights, bias=[b.npu() for b in bias], split_item=2, **options
+    )
     assert_matches(with_bias, torch.cat(golden_groups(x, weight, SIZES, bias)), terms=6)
     assert_differs(with_bias, torch.cat(golden), terms=6)
-    (wrong,) = torch_npu.npu_grouped_matmul([x.npu()], weights[::-1] if not stacked else [weight.flip(0).npu()], split_item=3, **options)
+    (wrong,) = torch_npu.npu_grouped_matmul(
+        [x.npu()], weights[::-1] if not stacked else [weight.flip(0).npu()], split_item=3, **options
+    )
     assert_differs(wrong, torch.cat(golden), terms=5)
 
 
@@ -474,7 +490,12 @@ def test_grouped_matmul_by_inner_dimension(torch_npu):
     """group_type 2, as the gradient of the weights uses it: y_i = x[:, group i] @ weight[group i]."""
     x, weight = normal(7, 5, seed=1), normal(7, 4, seed=2)
     (y,) = torch_npu.npu_grouped_matmul(
-        [x.t().npu()], [weight.npu()], group_list=torch.tensor(SIZES).npu(), group_type=2, group_list_type=1, split_item=3
+        [x.t().npu()],
+        [weight.npu()],
+        group_list=torch.tensor(SIZES).npu(),
+        group_type=2,
+        group_list_type=1,
+        split_item=3,
     )
     starts = [0, 3, 3]
     golden = torch.stack(
@@ -542,20 +563,35 @@ def golden_router(x, bias, *, k, groups, k_group, best_of_group, sigmoid, factor
 def test_gating_top_k(torch_npu, sigmoid, best_of_group, groups, k_group):
     x, bias = normal(6, 16, seed=1), normal(16, seed=2) / 4
     arguments = {
-        "k": 4, "bias": bias.npu(), "k_group": k_group, "group_count": groups, "group_select_mode": best_of_group - 1,
-        "norm_type": int(sigmoid), "routed_scaling_factor": 2.5, "out_flag": True,
-    }  # fmt: skip
+        "k": 4,
+        "bias": bias.npu(),
+        "k_group": k_group,
+        "group_count": groups,
+        "group_select_mode": best_of_group - 1,
+        "norm_type": int(sigmoid),
+        "routed_scaling_factor": 2.5,
+        "out_flag": True,
+    }
     golden, experts = golden_router(
-        x, bias, k=4, groups=groups, k_group=k_group, best_of_group=best_of_group, sigmoid=sigmoid, factor=2.5,
+        x,
+        bias,
+        k=4,
+        groups=groups,
+        k_group=k_group,
+        best_of_group=best_of_group,
+        sigmoid=sigmoid,
+        factor=2.5,
         normalise=sigmoid,
-    )  # fmt: skip
+    )
     y, found, norm = torch_npu.npu_moe_gating_top_k(x.npu(), **arguments)
     assert found.tolist() == experts and found.dtype == torch.int32
     assert_matches(y, golden, terms=16)
     assert_matches(norm, x.double().sigmoid() if sigmoid else x.double().softmax(-1), terms=16)
     # The bias selects but does not weigh; leaving it out, or the factor, is seen.
     assert torch_npu.npu_moe_gating_top_k(x.npu(), **{**arguments, "bias": None})[1].tolist() != experts
-    assert_differs(torch_npu.npu_moe_gating_top_k(x.npu(), **{**arguments, "routed_scaling_factor": 1.0})[0], golden, terms=16)
+    assert_differs(
+        torch_npu.npu_moe_gating_top_k(x.npu(), **{**arguments, "routed_scaling_factor": 1.0})[0], golden, terms=16
+    )
     if groups > 1:
         assert torch_npu.npu_moe_gating_top_k(x.npu(), **{**arguments, "k_group": groups})[1].tolist() != experts
 
@@ -567,7 +603,7 @@ def test_gating_top_k_gradient_and_refusals(torch_npu):
     golden, _ = golden_router(golden_x, None, k=4, groups=1, k_group=1, best_of_group=1, sigmoid=True, factor=1.0)
     (golden * cotangent.double()).sum().backward()
     mine = x.npu().requires_grad_()
-    y, experts, norm = torch_npu.npu_moe_gating_top_k(mine, 4, norm_type=1)
+    y, _, norm = torch_npu.npu_moe_gating_top_k(mine, 4, norm_type=1)
     (y * cotangent.npu()).sum().backward()
     assert_matches(mine.grad, golden_x.grad, terms=16)
     assert norm.isnan().all(), "without out_flag the third result is unspecified"
@@ -636,9 +672,11 @@ def test_init_and_finalize_routing(torch_npu):
     assert ends.tolist() == np.searchsorted(sorted_experts.tolist(), range(experts), side="right").tolist()
 
     golden = (
-        skip1.double() + skip2.double() + x.double() * scales.double().sum(-1, keepdim=True)
+        skip1.double()
+        + skip2.double()
+        + x.double() * scales.double().sum(-1, keepdim=True)
         + (bias.double()[expert_idx.cpu().long()] * scales.double().unsqueeze(-1)).sum(1)
-    )  # fmt: skip
+    )
     given = (skip1.npu(), skip2.npu(), bias.npu(), scales.npu())
     by_column = torch_npu.npu_moe_finalize_routing(expanded, *given, expanded_row_idx, expert_idx)
     assert_matches(by_column, golden, terms=8)
@@ -689,9 +727,13 @@ def test_cross_entropy(torch_npu, options, reduction):
     wanted = torch.full((5, 7), smoothing / 7, dtype=torch.float64)
     wanted[torch.arange(5), target] += 1 - smoothing
     losses = -(wanted * log_prob).sum(-1) * (target != ignored)
-    golden = {"mean": losses.sum().view(1) / (target != ignored).sum(), "sum": losses.sum().view(1), "none": losses}[reduction]
+    golden = {"mean": losses.sum().view(1) / (target != ignored).sum(), "sum": losses.sum().view(1), "none": losses}[
+        reduction
+    ]
     mine = x.npu().requires_grad_()
-    loss, found_log_prob, zloss, lse = torch_npu.npu_cross_entropy_loss(mine, target.npu(), reduction=reduction, **options)
+    loss, found_log_prob, zloss, lse = torch_npu.npu_cross_entropy_loss(
+        mine, target.npu(), reduction=reduction, **options
+    )
     assert_matches(loss, golden, terms=5 * 7)
     assert_matches(found_log_prob, log_prob, terms=7)
     assert zloss.numel() == lse.numel() == 0 and not found_log_prob.requires_grad
@@ -748,7 +790,9 @@ def test_the_log_holds_what_reached_the_kernel(torch_npu):
     assert call.shapes["key"] == (BATCH, 2, LENGTH, WIDTH) and call.dtypes["query"] == "bfloat16"
     assert [c.name for c in outer] == ["npu_fusion_attention", "npu_swiglu"] and len(inner) == 1
     assert emulated_npu.calls[-1].name == "npu_swiglu"
-    with pytest.raises(AssertionError, match="exactly one call of npu_rms_norm, found 0; called: npu_fusion_attention, npu_swiglu"):
+    with pytest.raises(
+        AssertionError, match="exactly one call of npu_rms_norm, found 0; called: npu_fusion_attention, npu_swiglu"
+    ):
         outer.only("npu_rms_norm")
     with pytest.raises(KeyError, match="npu_swiglu has no argument 'scale'; it was called with .'dim'."):
         outer.only("npu_swiglu")["scale"]

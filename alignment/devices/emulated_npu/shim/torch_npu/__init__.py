@@ -1,6 +1,6 @@
 """The emulated device's ``torch_npu``: the fused operators the Ascend stack calls, each logged and in plain PyTorch.
 
-Signatures, defaults and semantics follow the public documentation in Ascend/op-plugin (``docs/zh/custom_APIs/torch_npu``,
+Signatures, defaults and semantics follow the public documentation in Ascend/op-plugin (``docs/zh/custom_APIs`` and the
 schemas in ``op_plugin/config/op_plugin_functions.yaml``); an operator has gradients exactly where
 ``op_plugin/config/*derivatives.yaml`` gives it some. Low-precision inputs are computed in float32 and rounded once.
 ``alignment.devices.emulated_npu.recorded_calls`` shows what each call was handed. A name that is not here raises.

@@ -1,4 +1,4 @@
-"""What every fused operator of the shim does around its formula: check devices and dtypes, log the call, cut gradients."""
+"""What every fused operator does around its formula: check devices and dtypes, log the call, cut gradients."""
 
 from __future__ import annotations
 

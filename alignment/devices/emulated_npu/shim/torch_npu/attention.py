@@ -55,8 +55,8 @@ def npu_fusion_attention(
         (attention, softmax_max, softmax_sum, reserved, seed, offset, numels); the statistics are float32
         [b, n, s, 8], or [t, n, 8] for TND.
 
-    Source: op-plugin docs, npu_fusion_attention. Not emulated: modes 5 to 8, ``padding_mask``, compressed alibi ``pse``,
-    ``pse`` with TND.
+    Source: op-plugin docs, npu_fusion_attention. Not emulated: modes 5 to 8, ``padding_mask``, compressed alibi
+    ``pse``, ``pse`` with TND.
     """
     _check_arguments(query, key, value, padding_mask, atten_mask, keep_prob, prefix, sparse_mode)
     hidden = _Mask(atten_mask, sparse_mode, pre_tockens, next_tockens, inner_precise)
@@ -69,9 +69,7 @@ def npu_fusion_attention(
     elif input_layout in _TO_BNSD:
         out, maximum, total = _batched(query, key, value, head_num, input_layout, pse, hidden, options)
     else:
-        raise RuntimeError(
-            f"npu_fusion_attention: input_layout is SBH, BSH, BNSD, BSND or TND, not {input_layout!r}"
-        )
+        raise RuntimeError(f"npu_fusion_attention: input_layout is SBH, BSH, BNSD, BSND or TND, not {input_layout!r}")
     return out, maximum, total, torch.empty(0, device=query.device), 0, 0, 0
 
 
@@ -103,7 +101,9 @@ def _batched(query, key, value, head_num, layout, pse, hidden, options):
     merged = layout in ("SBH", "BSH")
     if merged:
         if query.shape[-1] % head_num:
-            raise RuntimeError(f"npu_fusion_attention: hidden size {query.shape[-1]} is no multiple of {head_num} heads")
+            raise RuntimeError(
+                f"npu_fusion_attention: hidden size {query.shape[-1]} is no multiple of {head_num} heads"
+            )
         head_dim = query.shape[-1] // head_num
         kv_heads = key.shape[-1] // head_dim
         query = query.unflatten(-1, (head_num, -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -87,9 +88,10 @@ def _ends(group_list: torch.Tensor | Sequence[int], group_list_type: int | None,
         ends = values
     else:
         raise unsupported("npu_grouped_matmul", f"group_list_type {group_list_type}")
-    if any(later < earlier for earlier, later in zip([0, *ends], ends)) or (ends and ends[-1] > extent):
+    if any(later < earlier for earlier, later in pairwise([0, *ends])) or (ends and ends[-1] > extent):
         raise RuntimeError(
-            f"npu_grouped_matmul: group_list {values} (group_list_type {group_list_type}) does not cut {extent} into groups"
+            f"npu_grouped_matmul: group_list {values} (group_list_type {group_list_type}) does not cut {extent} into "
+            "groups"
         )
     return ends
 
@@ -104,7 +106,7 @@ def _row_groups(x, group_list, group_type, group_list_type) -> list[torch.Tensor
     if len(x) > 1:
         return list(x)
     ends = _ends(group_list, group_list_type, x[0].shape[0])
-    return [x[0][start:end] for start, end in zip([0, *ends], ends)]
+    return [x[0][start:end] for start, end in pairwise([0, *ends])]
 
 
 def _inner_groups(x, weight, group_list, group_list_type) -> torch.Tensor:
@@ -112,4 +114,4 @@ def _inner_groups(x, weight, group_list, group_list_type) -> torch.Tensor:
         raise RuntimeError("npu_grouped_matmul: group_type 2 takes one x [m, k], one weight [k, n] and a group_list")
     ends = _ends(group_list, group_list_type, x[0].shape[1])
     left, right = x[0].float(), weight[0].float()
-    return torch.stack([left[:, start:end] @ right[start:end] for start, end in zip([0, *ends], ends)])
+    return torch.stack([left[:, start:end] @ right[start:end] for start, end in pairwise([0, *ends])])

@@ -27,8 +27,8 @@ def npu_moe_gating_top_k_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``torch_npu.npu_moe_gating_top_k_softmax(x, finished=None, k=1) -> (y, expert_idx, row_idx)``.
 
-    Softmax over the experts of ``x`` [rows, experts], then top-k; the weights are *not* renormalised. ``expert_idx`` and
-    ``row_idx`` are int32 [rows, k]; ``row_idx[r, j] = j * rows + r``. A finished row gets the expert ``experts``.
+    Softmax over the experts of ``x`` [rows, experts], then top-k; the weights are *not* renormalised. ``expert_idx``
+    and ``row_idx`` are int32 [rows, k]; ``row_idx[r, j] = j * rows + r``. A finished row gets the expert ``experts``.
     Source: op-plugin docs, npu_moe_gating_top_k_softmax. No gradient.
     """
     probabilities = torch.softmax(x.float(), -1)
@@ -56,11 +56,12 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``torch_npu.npu_moe_gating_top_k(x, k, *, ...) -> (y, expert_idx, norm)``: DeepSeek-V3's router as vLLM-Ascend calls it.
+    """``torch_npu.npu_moe_gating_top_k(x, k, *, ...) -> (y, expert_idx, norm)``: DeepSeek-V3's router.
 
-    ``norm = sigmoid(x)`` (``norm_type`` 1) or ``softmax(x)`` (0). Selection is on ``norm + bias``: the ``k_group`` best of
-    ``group_count`` groups, a group scored by its maximum (``group_select_mode`` 0) or the sum of its two best (1), then
-    the ``k`` best experts in them. ``y`` is ``norm`` *without* bias at those experts, for sigmoid divided by
+    ``norm = sigmoid(x)`` (``norm_type`` 1) or ``softmax(x)`` (0). Selection is on ``norm + bias``: the ``k_group`` best
+    of ``group_count`` groups, a group scored by its maximum (``group_select_mode`` 0) or the sum of its two best (1),
+    then the ``k`` best experts in them. vLLM-Ascend calls it with ``norm_type=1, group_select_mode=1, renorm=0``.
+    ``y`` is ``norm`` *without* bias at those experts, for sigmoid divided by
     ``(sum + eps)``, times ``routed_scaling_factor``. ``expert_idx`` is int32 [rows, k]; ``norm`` is float32
     [rows, experts] if ``out_flag``, else unspecified (NaN here). ``bias`` has the dtype of ``x``.
     Source: op-plugin docs and tests, npu_moe_gating_top_k. Gradient of ``y`` with respect to ``x`` only.
@@ -108,8 +109,8 @@ def npu_moe_token_permute(
     """``torch_npu.npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=False)``.
 
     Repeats ``tokens`` [t, h] for their experts ``indices`` [t, k] (or [t]) and sorts them stably by expert, keeping the
-    first ``num_out_tokens`` (all where None or 0). Returns (permuted [t*k, h], sorted_indices int32 [t*k]); the latter is
-    the *inverse* permutation: where each (token, expert) went. Source: op-plugin tests,
+    first ``num_out_tokens`` (all where None or 0). Returns (permuted [t*k, h], sorted_indices int32 [t*k]); the latter
+    is the *inverse* permutation: where each (token, expert) went. Source: op-plugin tests,
     test_npu_moe_token_permute_and_unpermute.
     """
     if padded_mode:
@@ -178,9 +179,10 @@ def npu_moe_token_unpermute_with_routing_map(
     routing_map: torch.Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> torch.Tensor:
-    """The way back of ``npu_moe_token_permute_with_routing_map``: [t, h], each token's rows summed, weighted by ``probs`` [t, e].
+    """The way back of ``npu_moe_token_permute_with_routing_map``: [t, h], each token's rows summed.
 
-    Every token has the same number of experts. Source: op-plugin tests, test_npu_moe_token_unpermute_with_routing_map.
+    ``probs`` [t, e] weighs the rows. Every token has the same number of experts. Source: op-plugin tests,
+    test_npu_moe_token_unpermute_with_routing_map.
     """
     if drop_and_pad:
         raise unsupported("npu_moe_token_unpermute_with_routing_map", "drop_and_pad")
@@ -230,11 +232,12 @@ def npu_moe_init_routing_v2(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``torch_npu.npu_moe_init_routing_v2`` without quantisation (``quant_mode=-1``) and without dropping.
 
-    Sorts the pairs of ``expert_idx`` [rows, k] stably by expert; pairs outside ``active_expert_range`` [start, end) come
-    last and are inactive. Returns:
+    Sorts the pairs of ``expert_idx`` [rows, k] stably by expert; pairs outside ``active_expert_range`` [start, end)
+    come last and are inactive. Returns:
 
     * expanded_x [rows*k, h], the active rows first (rows past them are unspecified; 0 here);
-    * expanded_row_idx int32 [rows*k]: ``row_idx_type`` 0, where each pair went (-1 if inactive); 1, which pair is where;
+    * expanded_row_idx int32 [rows*k]: with ``row_idx_type`` 0 where each pair went (-1 if inactive), with 1 which pair
+      is where;
     * tokens per expert of the range, int64: cumulative (``expert_tokens_num_type`` 0) or counts (1); empty without
       ``expert_tokens_num_flag``;
     * ``scale`` of each active row, if given.
@@ -291,11 +294,12 @@ def npu_moe_finalize_routing(
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> torch.Tensor:
-    """``torch_npu.npu_moe_finalize_routing``: ``skip1 + skip2 + sum_j scales[r, j] * (rows[dst(r, j)] + bias[expert])``.
+    """``torch_npu.npu_moe_finalize_routing``: the experts' rows back to their tokens.
 
-    ``expanded_src_to_dst_row`` [rows*k] is ordered by column (``dst(r, j)`` at ``r + j*rows``) in ``drop_pad_mode`` 0 and 1,
-    by row (at ``r*k + j``) in 2 and 3; modes 1 and 3 take ``expanded_permuted_rows`` [e, c, h] and -1 for a dropped row.
-    Without ``scales`` the weights are 1. Source: op-plugin docs, npu_moe_finalize_routing.
+    ``out[r] = skip1[r] + skip2[r] + sum_j scales[r, j] * (expanded_permuted_rows[dst(r, j)] + bias[expert(r, j)])``.
+    ``expanded_src_to_dst_row`` [rows*k] is ordered by column (``dst(r, j)`` at ``r + j*rows``) in ``drop_pad_mode`` 0
+    and 1, by row (at ``r*k + j``) in 2 and 3; modes 1 and 3 take ``expanded_permuted_rows`` [e, c, h], and -1 for a
+    dropped row. Without ``scales`` the weights are 1. Source: op-plugin docs, npu_moe_finalize_routing.
     """
     if drop_pad_mode not in range(4):
         raise RuntimeError(f"npu_moe_finalize_routing: drop_pad_mode is 0 to 3, not {drop_pad_mode}")

@@ -17,9 +17,7 @@ def _rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[tor
 
 
 @operator(differentiable=True)
-def npu_rms_norm(
-    self: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(self: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch_npu.npu_rms_norm(self, gamma, epsilon=1e-06) -> (y, rstd)``.
 
     ``y = self / sqrt(mean(self^2) + epsilon) * gamma`` over the dimensions of ``gamma``; ``rstd`` is float32 with those
@@ -34,7 +32,8 @@ def npu_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``torch_npu.npu_add_rms_norm(x1, x2, gamma, epsilon=1e-06) -> (y, rstd, x)`` with ``x = x1 + x2``.
 
-    The sum is rounded to the input dtype before it is normalised. No gradient. Source: op-plugin docs, npu_add_rms_norm.
+    The sum is rounded to the input dtype before it is normalised. No gradient.
+    Source: op-plugin docs, npu_add_rms_norm.
     """
     x = x1 + x2
     y, rstd = _rms_norm(x, gamma, epsilon)
@@ -92,12 +91,10 @@ def npu_rotary_mul(
 
 
 @operator(differentiable=True)
-def npu_rotary_position_embedding(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0
-) -> torch.Tensor:
+def npu_rotary_position_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0) -> torch.Tensor:
     """``npu_rotary_position_embedding(x, cos, sin, mode=0)``: mode 0 is ``half``, mode 1 is ``interleave``.
 
-    Source: MindSpeed docs (ops/npu_rotary_position_embedding), which calls it on ``torch_npu`` and on its own extension.
+    Source: MindSpeed docs, npu_rotary_position_embedding (called on ``torch_npu`` and on MindSpeed's own extension).
     """
     if mode not in (0, 1):
         raise RuntimeError(f"npu_rotary_position_embedding: mode is 0 (half) or 1 (interleave), not {mode!r}")

@@ -1,6 +1,6 @@
 """Importing this maps ``torch.cuda`` and CUDA device strings onto the NPU, for the rest of the process.
 
-Follows Ascend/pytorch ``torch_npu/contrib/transfer_to_npu.py``: a script written for ``cuda`` runs on ``npu`` unchanged.
+Follows Ascend/pytorch ``torch_npu/contrib/transfer_to_npu.py``: a script written for ``cuda`` runs on ``npu`` as it is.
 """
 
 from __future__ import annotations
@@ -12,17 +12,68 @@ from typing import Any
 import torch
 
 _CUDA_NAMES = (
-    "Event Stream current_device current_stream default_stream device device_count empty_cache get_device_name "
-    "get_device_properties get_rng_state get_rng_state_all initial_seed is_available is_bf16_supported is_initialized "
-    "manual_seed manual_seed_all max_memory_allocated max_memory_reserved mem_get_info memory_allocated memory_reserved "
-    "memory_stats reset_max_memory_allocated reset_peak_memory_stats seed seed_all set_device set_rng_state "
-    "set_rng_state_all set_stream stream synchronize"
-).split()
+    "Event",
+    "Stream",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "empty_cache",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+)
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand rand_like "
-    "randint randint_like randn randn_like randperm tensor tril_indices triu_indices zeros zeros_like"
-).split()
-_TENSOR_METHODS = "new_empty new_full new_ones new_tensor new_zeros to".split()
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+_TENSOR_METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
 
 
 def _on_npu(value: Any) -> Any:
