@@ -304,32 +304,36 @@ class GoldenRollout:
             InputError: asleep, unsynced, or shapes that do not fit.
         """
         self._require_usable("probe")
-        if not 1 <= response_length < input_ids.shape[1]:
-            raise InputError(
-                "the response must be shorter than the sequence",
-                where="probe",
-                expected=f"1 ≤ response_length < {input_ids.shape[1]}",
-                found=response_length,
-            )
         place = self.device.torch_device
-        ids, mask = input_ids.to(place), attention_mask.to(place)
-        batch, length = ids.shape
-        prompt = length - response_length
-        _check_prompts(ids[:, :prompt], mask[:, :prompt], ids[:, 0])
-        targets, kept = ids[:, prompt:], mask[:, prompt:].bool()
+        return probe_model(self._model, input_ids.to(place), attention_mask.to(place), response_length)
 
-        cache = self._model.new_cache(batch, length)
-        logits = self._model.prefill(ids, cache, attention_mask=mask, logits_to_keep=response_length + 1)
-        prefill = _gather_log_probs(logits[:, :-1], targets).masked_fill(~kept, 0)
 
-        cache = self._model.new_cache(batch, length)
-        logits = self._model.prefill(ids[:, :prompt], cache, attention_mask=mask[:, :prompt], logits_to_keep=1)
-        columns = [_gather_log_probs(logits, targets[:, :1])]
-        for step in range(response_length - 1):
-            now = slice(prompt + step, prompt + step + 1)
-            logits = self._model.decode(ids[:, now], cache, attention_mask=mask[:, now])
-            columns.append(_gather_log_probs(logits, targets[:, step + 1 : step + 2]))
-        return Probe(prefill=prefill, decode=torch.cat(columns, dim=1).masked_fill(~kept, 0))
+def probe_model(model: CausalLM, ids: Tensor, mask: Tensor, response_length: int) -> Probe:
+    """:meth:`GoldenRollout.probe` on a bare model that has its absorbed weights; tensors are on the model's device."""
+    if not 1 <= response_length < ids.shape[1]:
+        raise InputError(
+            "the response must be shorter than the sequence",
+            where="probe",
+            expected=f"1 ≤ response_length < {ids.shape[1]}",
+            found=response_length,
+        )
+    batch, length = ids.shape
+    prompt = length - response_length
+    _check_prompts(ids[:, :prompt], mask[:, :prompt], ids[:, 0])
+    targets, kept = ids[:, prompt:], mask[:, prompt:].bool()
+
+    cache = model.new_cache(batch, length)
+    logits = model.prefill(ids, cache, attention_mask=mask, logits_to_keep=response_length + 1)
+    prefill = _gather_log_probs(logits[:, :-1], targets).masked_fill(~kept, 0)
+
+    cache = model.new_cache(batch, length)
+    logits = model.prefill(ids[:, :prompt], cache, attention_mask=mask[:, :prompt], logits_to_keep=1)
+    columns = [_gather_log_probs(logits, targets[:, :1])]
+    for step in range(response_length - 1):
+        now = slice(prompt + step, prompt + step + 1)
+        logits = model.decode(ids[:, now], cache, attention_mask=mask[:, now])
+        columns.append(_gather_log_probs(logits, targets[:, step + 1 : step + 2]))
+    return Probe(prefill=prefill, decode=torch.cat(columns, dim=1).masked_fill(~kept, 0))
 
 
 def _model_config(config: ModelConfig | None, checkpoint: str | Path | None) -> ModelConfig:
