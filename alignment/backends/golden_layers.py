@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.backends.case import Case, Tensors, checked
+from alignment.backends.routing import routing_gap
 from alignment.backends.subject import EVERY_KIND, SubjectAvailability
 from alignment.devices.base import Device
 from alignment.models.attention import attention_mask_from, observe_attention
@@ -195,20 +196,6 @@ def decided_tokens(inputs: Tensors, attributes: Attributes, margin: float) -> Te
     layer.load_state_dict(weights_of(double))
     scores = _layer_forward(layer, double["hidden"], double, config)["router_scores"]
     return real * (routing_gap(scores, config) >= margin).long().view_as(real)
-
-
-def routing_gap(scores: Tensor, config: ModelConfig) -> Tensor:
-    """[n]: how far each row of ``scores`` [n, experts] is from another choice of experts or of groups."""
-    groups = scores.unflatten(-1, (config.n_group, -1))
-    by_group = groups.topk(2, dim=-1).values.sum(-1)
-    gap = torch.full(scores.shape[:1], torch.inf, dtype=scores.dtype)
-    if config.n_group > config.topk_group:
-        best = by_group.sort(descending=True).values
-        gap = best[:, config.topk_group - 1] - best[:, config.topk_group]
-    kept = torch.zeros_like(by_group).scatter(-1, by_group.topk(config.topk_group).indices, 1.0).bool()
-    best = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2).sort(descending=True).values
-    k = config.num_experts_per_tok
-    return torch.minimum(gap, best[:, k - 1] - best[:, k])
 
 
 @torch.no_grad()

@@ -79,8 +79,7 @@ def swiglu(t: Tensors, a: Attributes) -> Tensors:
 
 def router(t: Tensors, a: Attributes) -> Tensors:
     """Bias-corrected sigmoid routing in groups (DeepSeek-V3, arXiv:2412.19437), with the weights spread over all experts."""
-    experts = t["weight"].shape[0]
-    config = config_of(a, n_routed_experts=experts, num_experts_per_tok=a["top_k"])
+    config = router_config(t["weight"].shape[0], a)
     scores = torch.sigmoid(F.linear(t["x"], t["weight"]))
     chosen, weights = select_experts(scores, t["bias"], config)
     return {
@@ -88,6 +87,11 @@ def router(t: Tensors, a: Attributes) -> Tensors:
         "selected": torch.zeros_like(scores).scatter(-1, chosen, 1.0),
         "weights": torch.zeros_like(scores).scatter(-1, chosen, weights),
     }
+
+
+def router_config(experts: int, a: Attributes) -> ModelConfig:
+    """The routing of a case as the model's configuration."""
+    return config_of(a, n_routed_experts=experts, num_experts_per_tok=a["top_k"])
 
 
 def grouped_matmul(t: Tensors, a: Attributes) -> Tensors:

@@ -9,6 +9,7 @@ import torch
 
 from alignment.backends.case import DTYPES, Case, Draw, Quantity, Tensors
 from alignment.backends.golden_layers import ADAMW, causal_lm, decided_tokens, decoder_layer, undecided_tokens
+from alignment.backends.routing import NEAR_TIE_ROUNDOFFS
 from alignment.errors import InputError
 from alignment.models.block import DecoderLayer
 from alignment.models.causal_lm import CausalLM
@@ -21,9 +22,6 @@ PRESETS = ("tiny-moonlight", "tiny-deepseek")
 MASK = torch.tensor([[0] * 3 + [1] * 9, [1] * 10 + [0] * 2])
 # Longer for the whole models, so that every expert of every layer gets tokens.
 MODEL_MASK = torch.tensor([[0] * 3 + [1] * 16, [1] * 17 + [0] * 2])
-# A choice of experts counts as decided when scores in (0, 1) are this many unit roundoffs apart: rounded activations move
-# them by one or two.
-NEAR_TIE_ROUNDOFFS = 4
 MOST_DRAWS = 500
 
 

@@ -13,6 +13,8 @@ import torch
 
 from alignment.backends import golden_operators as golden
 from alignment.backends.case import DTYPES, Case, Draw, Quantity, Tensors, observe
+from alignment.backends.routing import NEAR_TIE_ROUNDOFFS, routing_gap
+from alignment.numerics.precision import unit_roundoff
 
 SEED = 20250828
 
@@ -185,19 +187,36 @@ def _cases(dtype: str):
 
     experts = 16
 
-    def router(draw: Draw) -> Tensors:
-        return {
-            "x": draw.normal("x", tokens, 64),
+    def router(routing: Mapping[str, object]) -> Callable[[Draw], Tensors]:
+        def build(draw: Draw) -> Tensors:
             # The router's weight and bias are float32 in every run dtype (DeepSeek-V3 keeps its gate in float32).
-            "weight": draw.normal("weight", experts, 64, scale=0.15, dtype=torch.float32),
-            "bias": draw.normal("bias", experts, scale=0.1, dtype=torch.float32),
-            "cotangent.weights": draw.normal("cotangent", tokens, experts, dtype=torch.float32),
-        }
+            weight = draw.normal("weight", experts, 64, scale=0.15, dtype=torch.float32)
+            bias = draw.normal("bias", experts, scale=0.1, dtype=torch.float32)
+            candidates = draw.normal("x", 4 * tokens, 64)
+            scores = torch.sigmoid(candidates.double() @ weight.double().T) + bias
+            gap = routing_gap(scores, golden.router_config(experts, routing))
+            decided = (gap >= NEAR_TIE_ROUNDOFFS * unit_roundoff(dtype)).nonzero().flatten()
+            return {
+                # Rows that a moved input would route otherwise say nothing about arithmetic.
+                "x": candidates[decided[:tokens]],
+                "weight": weight,
+                "bias": bias,
+                "cotangent.weights": draw.normal("cotangent", tokens, experts, dtype=torch.float32),
+            }
+
+        return build
 
     for variant, groups in (("plain", (1, 1)), ("groups", (4, 2))):
+        routing = {
+            "n_group": groups[0],
+            "topk_group": groups[1],
+            "top_k": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.446,
+        }
         yield case(
             "router",
-            router,
+            router(routing),
             variant=variant,
             reductions={},
             quantities=(
@@ -211,13 +230,7 @@ def _cases(dtype: str):
             batched=("x", "cotangent.weights"),
             batched_outputs=("scores_for_choice", "selected", "weights"),
             llm_operator=True,
-            attributes={
-                "n_group": groups[0],
-                "topk_group": groups[1],
-                "top_k": 4,
-                "norm_topk_prob": True,
-                "routed_scaling_factor": 2.446,
-            },
+            attributes=routing,
         )
 
     group_sizes = (5, 0, 3, 8)

@@ -52,7 +52,12 @@ def check_case(
     except InputError as error:
         return judged.verdict(Outcome.ERROR, str(error), next_command=record_command(case, subject.name, device.kind))
     if judged.where is None:
-        observed = checked(case, subject.run(case, inputs, device), subject.name, partial=True)
+        try:
+            observed = checked(case, subject.run(case, inputs, device), subject.name, partial=True)
+        except Exception as error:  # whatever an implementation under test raises is a finding about it, not about us
+            return judged.verdict(
+                Outcome.ERROR, f"the subject raised {type(error).__name__}: {error}", next_command=judged.rerun_command()
+            )
         judged.observations(observed, golden, declared)
     return judged.conclude()
 
