@@ -327,22 +327,43 @@ def test_padding_amount_and_order_do_not_matter(seed):
             assert abs(other_metrics[name].item() - value.item()) <= bound
 
 
-def test_actor_loss_is_the_sum_of_its_parts():
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_actor_loss_is_the_sum_of_its_parts(mode):
     outputs, fields = actor_case(3)
     mask = fields["response_mask"]
     counts = Counts.of(mask)
     config = ActorConfig(
-        clip_ratio_high=HIGH, use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.5, entropy_coeff=0.25
+        clip_ratio_high=HIGH,
+        use_kl_loss=True,
+        kl_loss_type="k3",
+        kl_loss_coef=0.5,
+        entropy_coeff=0.25,
+        loss_agg_mode=mode,
+        loss_scale_factor=8,
     )
     loss, metrics = ActorLoss(config=config, counts=counts)(outputs, fields)
-    pg, _ = policy_loss(outputs["log_probs"], fields["old_log_probs"], fields["advantages"], mask, clip_ratio_high=HIGH)
-    kl = agg_loss(kl_penalty(outputs["log_probs"], fields["ref_log_prob"], "k3"), mask, "token-mean")
-    entropy = agg_loss(outputs["entropy"], mask, "token-mean")
+    how = {"loss_agg_mode": mode, "loss_scale_factor": 8}
+    pg, _ = policy_loss(
+        outputs["log_probs"], fields["old_log_probs"], fields["advantages"], mask, clip_ratio_high=HIGH, **how
+    )
+    kl = agg_loss(kl_penalty(outputs["log_probs"], fields["ref_log_prob"], "k3"), mask, **how)
+    entropy = agg_loss(outputs["entropy"], mask, **how)
     assert loss.item() == (pg - 0.25 * entropy + 0.5 * kl).item()
     assert metrics["actor/pg_loss"] == pg and metrics["actor/kl_loss"] == kl and metrics["actor/entropy"] == entropy
     assert metrics["actor/loss"] == loss and not metrics["actor/loss"].requires_grad
     k1, _ = ActorLoss(config=dataclasses.replace(config, kl_loss_type="k1"), counts=counts)(outputs, fields)
     assert k1.item() != loss.item()
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_critic_loss_follows_its_configuration(mode):
+    new, old, target, mask = value_case(3)
+    run = CriticLoss(
+        config=CriticConfig(loss_agg_mode=mode, cliprange_value=0.25), counts=Counts.of(mask), loss_scale_factor=8
+    )
+    loss, metrics = run({"values": new}, {"values": old, "returns": target, "response_mask": mask})
+    expected, _ = value_loss(new, old, target, mask, cliprange_value=0.25, loss_agg_mode=mode, loss_scale_factor=8)
+    assert loss == metrics["critic/vf_loss"] == expected
 
 
 def test_actor_loss_reports_what_it_is_asked_for():
