@@ -427,7 +427,7 @@ static bool takes_cpu_tensors(std::string_view name) {
   name.remove_prefix(6);
   for (std::string_view allowed :
        {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "copy", "copy_",
-        "_copy_from", "_copy_from_and_resize", "_to_copy", "_foreach_copy", "_foreach_copy_", "set_data"})
+        "_copy_from", "_copy_from_and_resize", "_to_copy", "_foreach_copy", "_foreach_copy_"})
     if (name == allowed) return true;
   return false;
 }

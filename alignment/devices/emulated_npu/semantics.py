@@ -1,8 +1,9 @@
 """NPU behaviours on the emulated device, each a context manager over single aten kernels, undone on exit.
 
-They act on ``npu`` tensors only; the CPU stays the untouched reference. They nest, compose, and reach backward, which
-runs on another thread. They model *kinds* of difference, never the chip's bits: use them to prove that a comparison
-flags, localises or accepts, not to set a bound.
+They act on ``npu`` tensors only; the CPU stays the untouched reference. They nest, combine, and reach backward, which
+runs on another thread; for that they hold for the whole process, so enter them from one thread at a time. They model
+*kinds* of difference, never the chip's bits: use them to prove that a comparison flags, localises or accepts, not to
+set a bound. The switches ``torch.npu.matmul.allow_hf32`` and ``torch.npu.conv.allow_hf32`` are kept but change nothing.
 """
 
 from __future__ import annotations

@@ -89,6 +89,16 @@ def test_everything_is_labelled_emulated():
     assert emulated_npu.banner().startswith(f"npu (emulated): {torch.npu.device_count()} devices on host memory")
 
 
+def test_work_on_the_npu_goes_through_the_device():
+    calls = torch.ops.emu_npu.fallback_calls
+    npu, cpu = numbers(3).npu(), numbers(3)
+    before = calls()
+    cpu + cpu
+    assert calls() == before
+    npu + npu
+    assert calls() > before
+
+
 # ---- aliasing
 
 VIEWS = {

@@ -123,16 +123,18 @@ def test_installing_is_silent_idempotent_and_inherited():
         """
         import warnings
         warnings.simplefilter("error")
+        import os
         from alignment.devices import emulated_npu
-        assert emulated_npu.install_if_requested() and emulated_npu.is_installed()
         emulated_npu.install()
+        assert emulated_npu.is_installed() and emulated_npu.install_if_requested()
+        emulated_npu.install()
+        assert os.environ["ALIGNMENT_EMULATE_NPU"] == "1", "the processes started from here are to do the same"
         import torch, torch_npu
         assert torch_npu.npu is torch.npu
         with torch.npu.device(1):
             assert torch.empty(1, device="npu").device.index == 1
         assert torch.npu.device_count() == 3
         """,
-        ALIGNMENT_EMULATE_NPU="1",
         ALIGNMENT_EMULATED_NPU_COUNT="3",
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
@@ -145,6 +147,43 @@ def test_importing_the_front_installs_the_device():
     shim = Path(build.SOURCE).with_name("shim")
     result = run("import torch_npu, torch; print(torch.ones(1, device='npu').device)", PYTHONPATH=str(shim))
     assert result.stdout == "npu:0\n", result.stderr
+
+
+@pytest.mark.npu
+@needs_emulation
+def test_transfer_to_npu_runs_a_cuda_script():
+    result = run(
+        """
+        from alignment.devices import emulated_npu
+        assert emulated_npu.install_if_requested()
+        import torch
+        from torch import nn
+        from torch_npu.contrib import transfer_to_npu
+
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+        torch.cuda.set_device(1)
+        tensor = torch.ones(2, device="cuda")
+        assert tensor.is_cuda and str(tensor.device) == "npu:1"
+        assert torch.zeros(2, device=0).device.index == 0 and torch.ones(1).cuda(0).device.index == 0
+        assert torch.ones(1).to(torch.device("cuda:0")).device.type == "npu"
+        assert torch.ones(1).to(device="cuda").device.type == "npu"
+        model = nn.Linear(2, 2).cuda()
+        assert model.weight.device.index == 1
+        with torch.autocast("cuda", torch.bfloat16):
+            assert model(tensor).dtype == torch.bfloat16
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
+            assert torch.empty(1, device="cuda").device.index == 0
+        assert torch.cuda.memory_allocated() > 0
+        torch.distributed.init_process_group(
+            "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        assert torch.distributed.get_backend() == "hccl"
+        torch.distributed.all_reduce(tensor)
+        print("done")
+        """,
+        ALIGNMENT_EMULATE_NPU="1",
+    )
+    assert result.stdout == "done\n", result.stderr
 
 
 # ---- the build

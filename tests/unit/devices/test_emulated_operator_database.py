@@ -5,7 +5,6 @@ A fast sample runs always; the whole database is for the nightly (``-m slow``).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import sys
@@ -89,14 +88,8 @@ FAST_SAMPLE = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference(Exception):
+class Difference(AssertionError):
     """One way in which the two devices disagree on one sample."""
-
-    what: str
-
-    def __str__(self) -> str:
-        return self.what
 
 
 @functools.cache
@@ -143,20 +136,20 @@ def scalar(outputs: list[torch.Tensor]) -> torch.Tensor:
 
 def compare(npu: list[torch.Tensor], cpu: list[torch.Tensor], what: str) -> None:
     if len(npu) != len(cpu):
-        raise Difference(what=f"{what}: {len(npu)} tensors, on the cpu {len(cpu)}")
+        raise Difference(f"{what}: {len(npu)} tensors, on the cpu {len(cpu)}")
     for mine, theirs in zip(npu, cpu, strict=True):
         if mine.device.type != "npu":
-            raise Difference(what=f"{what}: came back on {mine.device}")
+            raise Difference(f"{what}: came back on {mine.device}")
         if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
             raise Difference(
                 what=f"{what}: {mine.dtype}{list(mine.shape)}, on the cpu {theirs.dtype}{list(theirs.shape)}"
             )
         if mine.stride() != theirs.stride() and mine.numel() > 1:
-            raise Difference(what=f"{what}: strides {mine.stride()}, on the cpu {theirs.stride()}")
+            raise Difference(f"{what}: strides {mine.stride()}, on the cpu {theirs.stride()}")
         try:
             torch.testing.assert_close(mine.cpu(), theirs, equal_nan=True)
         except AssertionError as error:
-            raise Difference(what=f"{what}: {str(error).splitlines()[0]}") from None
+            raise Difference(f"{what}: {str(error).splitlines()[0]}") from None
 
 
 def check(op) -> None:
