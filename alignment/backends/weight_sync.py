@@ -24,7 +24,6 @@ from alignment.numerics.budget import Budget
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
 
 STAGE = "weight_sync"
-_EXACT = "exact: a copy changes no bit"
 
 
 def stream_weights(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -75,83 +74,60 @@ def check_weight_sync(
         InputError: the engine cannot be used, or the budget was measured on this very case.
     """
 
-    def verdict(check: str, measures, reason: str, where: Divergence | None) -> Verdict:
-        good = where is None
+    def verdict(check: str, outcome: Outcome, reason: str, measures=(), where: Divergence | None = None) -> Verdict:
         return Verdict(
             check=f"weight_sync.{check}",
             layer="e2e",
             stage=STAGE,
             subject=subject,
             device=device,
-            outcome=Outcome.PASS if good else Outcome.FAIL,
+            outcome=outcome,
             reason=reason,
             measures=tuple(measures),
             where=where,
-            next_command=None if good else "pytest tests/e2e/test_weight_sync.py",
+            next_command=None if outcome is Outcome.PASS else "pytest tests/e2e/test_weight_sync.py",
         )
 
-    parameters = _compare_parameters(engine, source)
-    derived = _compare_derived(engine)
-    undeclared = undeclared_tensors(engine)
+    compared = {
+        "parameters": _compare_parameters(engine, source),
+        "derived_tensors": _compare_derived(engine),
+        "undeclared_tensors": _compare_undeclared(engine),
+    }
     verdicts = [
-        verdict(
-            "parameters",
-            [
-                Measure(
-                    name="tensors that differ", value=len(parameters.wrong), bound=0.0, unit="tensors", origin=_EXACT
-                )
-            ],
-            parameters.reason("every tensor the engine holds equals the one that was sent"),
-            parameters.where,
-        ),
-        verdict(
-            "derived_tensors",
-            [Measure(name="tensors that differ", value=len(derived.wrong), bound=0.0, unit="tensors", origin=_EXACT)],
-            derived.reason("every derived tensor equals its recomputation from the parameters"),
-            derived.where,
-        ),
-        verdict(
-            "undeclared_tensors",
-            [
-                Measure(
-                    name="undeclared tensors",
-                    value=len(undeclared),
-                    bound=0.0,
-                    unit="tensors",
-                    origin="exact: a tensor no update reaches must be declared derived or constant",
-                )
-            ],
-            f"the engine holds undeclared tensors: {_list(undeclared)}"
-            if undeclared
-            else "every tensor held is accounted for",
-            Divergence(
-                stage=STAGE,
-                module=module_of(undeclared[0]),
-                quantity=quantity_of(undeclared[0]),
-                detail="no weight update reaches it and the engine does not declare it",
-            )
-            if undeclared
-            else None,
-        ),
+        verdict(check, Outcome.FAIL if c.wrong else Outcome.PASS, c.reason, [c.measure], c.where)
+        for check, c in compared.items()
     ]
-    found = engine.probe(case.input_ids, case.attention_mask, case.response_length)
-    culprit = derived.where or parameters.where
+    try:
+        found = engine.probe(case.input_ids, case.attention_mask, case.response_length)
+    except InputError as error:  # what was found above must still be told, so no forward is an outcome, not an end
+        return verdicts + [verdict(path, Outcome.ERROR, f"the probe failed: {error}") for path in ("prefill", "decode")]
+    culprit = compared["derived_tensors"].where or compared["parameters"].where
     for path, values in (("prefill", found.prefill), ("decode", found.decode)):
         verdicts.append(verdict(path, *_compare_path(path, values, log_probs, case, budget, culprit)))
     return verdicts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Comparison:
+    """Tensors that are ``wrong`` among ``total``, and what to say of them and of none."""
+
     total: int
     wrong: tuple[str, ...]
     where: Divergence | None
-    words: str = "differ"
+    bad: str
+    good: str
+    origin: str = "exact: a copy changes no bit"
 
-    def reason(self, good: str) -> str:
+    @property
+    def reason(self) -> str:
         if not self.wrong:
-            return f"{good} ({self.total} tensors)"
-        return f"{len(self.wrong)} of {self.total} tensors {self.words}: {_list(self.wrong)}"
+            return f"{self.good} ({self.total} tensors)"
+        return f"{len(self.wrong)} of {self.total} tensors {self.bad}: {_list(self.wrong)}"
+
+    @property
+    def measure(self) -> Measure:
+        wrong = float(len(self.wrong))
+        return Measure(name="tensors that are wrong", value=wrong, bound=0.0, unit="tensors", origin=self.origin)
 
 
 def _compare_parameters(engine: RolloutEngine, source: Mapping[str, Tensor]) -> _Comparison:
@@ -161,9 +137,13 @@ def _compare_parameters(engine: RolloutEngine, source: Mapping[str, Tensor]) -> 
         detail = _difference(held.get(name), source.get(name))
         if detail:
             wrong[name] = detail
-    first = next(iter(wrong), None)
-    where = first and Divergence(stage=STAGE, module=module_of(first), quantity=quantity_of(first), detail=wrong[first])
-    return _Comparison(len(source | held), tuple(wrong), where or None, "differ from what was sent")
+    return _Comparison(
+        total=len({**source, **held}),
+        wrong=tuple(wrong),
+        where=_first(wrong),
+        bad="differ from what was sent",
+        good="every tensor the engine holds equals the one that was sent",
+    )
 
 
 def _compare_derived(engine: RolloutEngine) -> _Comparison:
@@ -176,11 +156,31 @@ def _compare_derived(engine: RolloutEngine) -> _Comparison:
             wrong[name] = (
                 f"stale: {detail} from its recomputation out of {', '.join(one.sources)}; {_kinship(one, held)}"
             )
-    first = next(iter(wrong), None)
-    where = first and Divergence(
-        stage=STAGE, module=declared[first].module, quantity=declared[first].quantity, detail=wrong[first]
+    return _Comparison(
+        total=len(declared),
+        wrong=tuple(wrong),
+        where=_first(wrong),
+        bad="are not what their sources give",
+        good="every derived tensor equals its recomputation from the parameters",
     )
-    return _Comparison(len(declared), tuple(wrong), where or None, "are not what their sources give")
+
+
+def _compare_undeclared(engine: RolloutEngine) -> _Comparison:
+    wrong = undeclared_tensors(engine)
+    return _Comparison(
+        total=sum(1 for _ in reachable_tensors(engine.named_modules())),
+        wrong=tuple(wrong),
+        where=_first(dict.fromkeys(wrong, "no weight update reaches it and the engine does not declare it")),
+        bad="are neither reached by updates nor declared",
+        good="every tensor held is reached by updates, derived or constant",
+        origin="exact: a tensor no update reaches must be declared derived or constant",
+    )
+
+
+def _first(wrong: Mapping[str, str]) -> Divergence | None:
+    for name, detail in wrong.items():
+        return Divergence(stage=STAGE, module=module_of(name), quantity=quantity_of(name), detail=detail)
+    return None
 
 
 def _kinship(one: DerivedTensor, held: Mapping[str, Tensor]) -> str:
@@ -220,7 +220,7 @@ def _compare_path(path, values: Tensor, log_probs: Tensor, case: ProbeCase, budg
     if budget.metric != MAXIMUM:
         shown.append(Measure(name=MAXIMUM, value=summed_up(gaps, case, MAXIMUM), unit="nats"))
     if judged.within:
-        return shown, f"{path} gives the trainer's log-probs", None
+        return Outcome.PASS, f"{path} gives the trainer's log-probs", shown
     # NaN compares false with everything: "not within" catches it
     sample, token = (~(gaps <= budget.value)).T.nonzero()[0].flip(0).tolist()
     where = Divergence(
@@ -229,7 +229,7 @@ def _compare_path(path, values: Tensor, log_probs: Tensor, case: ProbeCase, budg
         quantity=culprit.quantity if culprit else f"{path} log_prob",
         detail=f"{path} parts from the trainer at response token {token} of sample {sample}",
     )
-    return shown, f"{path} does not give the trainer's log-probs from response token {token} on", where
+    return Outcome.FAIL, f"{path} does not give the trainer's log-probs from response token {token} on", shown, where
 
 
 def undeclared_tensors(engine: RolloutEngine) -> list[str]:

@@ -298,6 +298,23 @@ def test_the_walk_finds_tensors_in_containers_objects_and_buffers():
     assert found == {"m.cached", "m.holder.inner[0]", "m.holder.inner[1]['key']"}
 
 
+def test_weights_that_make_nan_logits_are_an_error_beside_what_the_tensors_say(setting):
+    engine = setting.engine()
+    sent = dict(stream_weights(setting.trainer))
+    arguments = dict(
+        case=setting.case, log_probs=trainer_log_probs(setting.trainer, setting.case), budget=setting.budget
+    )
+    sent["model.norm.weight"] = torch.full_like(sent["model.norm.weight"], float("nan"))
+    engine.update_weights(sent.items())
+    verdicts = check_weight_sync(engine, sent, **arguments)
+    assert [v.outcome for v in verdicts] == [Outcome.PASS] * 3 + [Outcome.ERROR] * 2
+    assert "the engine's logits are not finite" in verdicts[3].reason
+    assert exit_code(verdicts) == 2
+    stale = setting.engine()
+    stale.update_weights(sent.items(), post_process=False)
+    assert exit_code(check_weight_sync(stale, sent, **arguments)) == 1
+
+
 def test_log_probs_of_another_shape_are_refused(setting):
     engine = setting.engine()
     with pytest.raises(InputError, match=r"weight_sync.prefill: .*different shapes; expected \[4, 3\]; found \[4, 8\]"):
