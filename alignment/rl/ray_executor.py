@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,12 @@ _GRACE_SECONDS = 5.0
 class Rank:
     """One actor process: builds its worker and runs what the group asks for."""
 
-    def __init__(self, worker_setup: str | None) -> None:
-        if os.environ.get("ALIGNMENT_EMULATE_NPU"):
-            from alignment.devices.emulated_npu import install_if_requested
-
-            install_if_requested()
-        run_setup(worker_setup)
+    def __init__(self) -> None:
         self._worker: Worker | None = None
+
+    def pid(self) -> int:
+        """The id of this process."""
+        return os.getpid()
 
     def rendezvous(self) -> str:
         """An address on this node where rank 0 can listen."""
@@ -55,9 +55,20 @@ class Rank:
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def build(
-        self, setting: WorkerSetting, roles: tuple[str, ...], rank: int, world_size: int, rendezvous: str | None
+        self,
+        setting: WorkerSetting,
+        roles: tuple[str, ...],
+        rank: int,
+        world_size: int,
+        rendezvous: str | None,
+        worker_setup: str | None,
     ) -> None:
         """Brings up the worker of this process."""
+        if os.environ.get("ALIGNMENT_EMULATE_NPU"):
+            from alignment.devices.emulated_npu import install_if_requested
+
+            install_if_requested()
+        run_setup(worker_setup)
         self._worker = Worker(setting, roles=roles, rank=rank, world_size=world_size, rendezvous=rendezvous)
 
     def run(self, stage: str, batch: Batch | None, arguments: Mapping[str, Any]) -> Any:
@@ -208,12 +219,21 @@ class RayExecutor:
     ) -> tuple[RayGroup, list]:
         """Starts the processes of one group; the references tell when they are up."""
         size = placement.world_size
-        group = RayGroup([remote.remote(self._worker_setup) for _ in range(size)], roles, balance=placement.balance)
+        group = RayGroup([remote.remote() for _ in range(size)], roles, balance=placement.balance)
         self._actors += group.actors
         rendezvous = None
         if size > 1:
             [rendezvous] = group.gather("start", [group.actors[0].rendezvous.remote()])
-        return group, [a.build.remote(setting, roles, rank, size, rendezvous) for rank, a in enumerate(group.actors)]
+        return group, [
+            actor.build.remote(setting, roles, rank, size, rendezvous, self._worker_setup)
+            for rank, actor in enumerate(group.actors)
+        ]
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers, in the order they were started."""
+        import ray
+
+        return ray.get([actor.pid.remote() for actor in self._actors])
 
     def shutdown(self) -> None:
         """Ends the workers, and the cluster where this executor started it."""
@@ -269,6 +289,8 @@ def worker_environment(placement: Placement) -> dict[str, str]:
     forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.world_size)),
+        # Workers find modules where this process finds them, a fault's or a test's included.
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         **forwarded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -223,13 +224,12 @@ class Worker:
     @dispatched(Dispatch.EVERY)
     def describe(self) -> dict[str, Any]:
         """What this rank computes on."""
-        fingerprint = self.device.fingerprint()
         return {
             "roles": list(self.roles),
             "rank": self.rank,
+            "pid": os.getpid(),
             "device": self.device.label,
-            "threads": torch.get_num_threads(),
-            "fingerprint": repr(fingerprint),
+            "fingerprint": self.device.fingerprint().to_dict(),
         }
 
     def close(self) -> None:

@@ -88,3 +88,34 @@ def config(root: Path, **changes) -> TrainConfig:
             section = section.setdefault(parent, {})
         section[leaf] = value
     return TrainConfig.from_dict(nested)
+
+
+def halve_the_softmax_scale() -> None:
+    """A worker setup that breaks the attention of every model in its process."""
+    from alignment.models import mla
+
+    honest = mla.softmax_scale
+    mla.softmax_scale = lambda model: honest(model) / 2
+
+
+def refuse() -> None:
+    """A worker setup that fails."""
+    from alignment.errors import InputError
+
+    raise InputError("this worker will not start", where="setup")
+
+
+def poison_the_second_rank() -> None:
+    """A worker setup under which rank 1 has NaN in its head when it updates."""
+    from alignment.rl.worker import Worker
+
+    honest = Worker.update_actor
+
+    def update_actor(self, *arguments, **keywords):
+        if self.rank == 1:
+            with torch.no_grad():
+                self.actor.model.lm_head.weight[5] = float("nan")
+        return honest(self, *arguments, **keywords)
+
+    update_actor.dispatch = honest.dispatch
+    Worker.update_actor = update_actor

@@ -201,6 +201,13 @@ def test_an_executor_that_cannot_do_it_says_so(world, tmp_path, executor, words)
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("setup", ["dapo_world:absent", "nowhere", "no_such_module:function"])
+def test_a_worker_setup_that_does_not_exist_is_an_error(world, tmp_path, setup):
+    with pytest.raises(InputError, match="worker_setup: the worker setup cannot be loaded.*expected module:function"):
+        run_dapo(dapo_world.config(world), run_dir=tmp_path, worker_setup=setup)
+    assert not list(tmp_path.iterdir())
+
+
 def test_no_data_is_an_error(world, tmp_path):
     with pytest.raises(InputError, match="data.train_files: there is nothing to train on"):
         run_dapo(dapo_world.config(world, data__train_files=[]), run_dir=tmp_path)
