@@ -48,7 +48,7 @@ def changes(before: Entry | None, after: Entry | None) -> list[Change]:
 
 
 def _values(entry: Entry) -> Iterator[tuple[str, object]]:
-    yield from _flat("", {"inputs": entry.inputs, "golden": entry.golden, "case": entry.case})
+    yield from _flat("", {"inputs": entry.inputs, "hashes": entry.hashes, "golden": entry.golden, "case": entry.case})
     yield from _flat("", {"quantities": entry.quantities})
     yield from _flat("", {"provenance": entry.provenance.to_dict()})
 

@@ -74,7 +74,9 @@ def worst_place(quantity: Quantity, observed: torch.Tensor, golden: torch.Tensor
     """Where the largest error is, with both values."""
     observed, golden = observed.detach().cpu().double(), golden.double()
     if quantity.kind == "table":
-        ratio = (observed - golden).abs() / golden.abs()
+        difference = (observed - golden).abs()
+        # an expert without tokens has no gradient on either side
+        ratio = torch.where(difference == 0, 0.0, difference / golden.abs())
         index = int(ratio.nan_to_num(math.inf, math.inf).argmax())
         return f"{quantity.labels[index]}: found {observed[index]:.6g}, golden {golden[index]:.6g}"
     flat = int((observed - golden).abs().nan_to_num(math.inf, math.inf).argmax())

@@ -16,12 +16,11 @@ from alignment.baseline.provenance import (
     COMMIT_VARIABLE,
     DIRTY,
     Provenance,
-    content_hash,
     provenance_of,
     source_commit,
     tensors_hash,
 )
-from alignment.baseline.store import BaselineStore, Entry, golden_tensors, inputs_hash, load, packed
+from alignment.baseline.store import BaselineStore, Entry, entry_hashes, golden_tensors, inputs_hash, load, packed
 from alignment.devices.base import Device
 from alignment.errors import InputError, UnavailableError
 
@@ -92,6 +91,7 @@ def record_case(case: Case, subject: Subject, device: Device, provenance: Proven
         subject=subject.name,
         case=case.identity(),
         inputs=inputs_hash(inputs),
+        hashes=entry_hashes(case.identity(), inputs),
         golden=tensors_hash(tensors),
         runs=runs,
         quantities=quantities,
@@ -118,8 +118,7 @@ def record(
     """
     refuse_unfit(device)
     cases, subjects = tuple(cases), tuple(subjects)
-    configuration = content_hash([case.identity() for case in cases])
-    provenance = provenance_of(device, hashes={"config": configuration})
+    provenance = provenance_of(device)
     entries, tensors, changed = [], {}, []
     for case in cases:
         for name in subjects:

@@ -45,6 +45,7 @@ class Entry:
     Attributes:
         case: :meth:`alignment.backends.case.Case.identity` at recording.
         inputs: hash of the judged inputs.
+        hashes: of the configuration, and of the weights and the data among the inputs.
         golden: hash of the golden tensors.
         runs: seed and kind of every perturbed run the noise was measured on.
         quantities: per quantity its shape, root mean square, the ``runs`` it was measured on (by place) and per metric the
@@ -56,6 +57,7 @@ class Entry:
     subject: str
     case: Mapping[str, object]
     inputs: str
+    hashes: Mapping[str, str]
     golden: str
     runs: tuple[Mapping[str, object], ...]
     quantities: Mapping[str, Mapping[str, object]]
@@ -290,6 +292,13 @@ def require_same_case(entry: Entry, identity: Mapping[str, object], inputs: str,
             found=entry.inputs,
             next_step=f"{RECORD_COMMAND} --case {entry.case_id}",
         )
+
+
+def entry_hashes(identity: Mapping[str, object], inputs: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Hashes of the configuration, the weights and the data of a case, each on its own for review."""
+    weights = {name: tensor for name, tensor in inputs.items() if name.startswith("weight")}
+    data = {name: tensor for name, tensor in inputs.items() if name not in weights}
+    return {"config": content_hash(identity), "weights": tensors_hash(weights), "data": tensors_hash(data)}
 
 
 def inputs_hash(inputs: Mapping[str, torch.Tensor]) -> str:
