@@ -46,16 +46,18 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """One stage: the fields it reads and adds, the optional ones among them, per-sample lists, and the rules.
+    """One stage: the fields it reads and adds, the per-sample lists, and the rules.
 
-    ``before`` names the rules that hold when the stage starts, ``rules`` those that hold when it has finished.
-    Optional fields are checked where they are present.
+    ``optional`` names fields that it also reads where they are present, ``may_add`` fields that it adds where it can;
+    both are checked where they are present. ``before`` names the rules that hold when the stage starts, ``rules`` those
+    that hold when it has finished.
     """
 
     stage: str
     reads: tuple[str, ...]
     adds: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    may_add: tuple[str, ...] = ()
     meta_reads: tuple[str, ...] = ("uid",)
     meta_adds: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
@@ -101,7 +103,7 @@ CONTRACTS: dict[str, Contract] = {
             stage="rollout",
             reads=("prompts", "prompt_mask"),
             adds=("responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
-            optional=("rollout_log_probs",),
+            may_add=("rollout_log_probs",),
             before=("binary_masks", "prompt_left_padded"),
             rules=_SEQUENCE_RULES + ("log_probs", "groups_adjacent"),
         ),
@@ -118,7 +120,7 @@ CONTRACTS: dict[str, Contract] = {
             stage="old_log_prob",
             reads=_SEQUENCE,
             adds=("old_log_probs",),
-            optional=("entropys", "rollout_log_probs"),
+            may_add=("entropys",),
             before=_SEQUENCE_RULES,
             rules=_SEQUENCE_RULES + ("log_probs", "entropies"),
         ),
@@ -207,7 +209,7 @@ def check(
     view = _View(
         stage=stage,
         batch=batch,
-        names=tuple(dict.fromkeys(needed + tuple(f for f in contract.optional if f in batch))),
+        names=tuple(dict.fromkeys(needed + tuple(f for f in contract.optional + contract.may_add if f in batch))),
         n=n if n is not None else batch.info.get("n"),
         eos=None if ids is None else tuple([ids] if isinstance(ids, int) else ids),
         pad=pad_token_id if pad_token_id is not None else batch.info.get("pad_token_id"),
@@ -226,7 +228,7 @@ def check_untouched(stage: str, before: Batch, after: Batch) -> None:
     if stage not in CONTRACTS:
         raise InputError("there is no such stage", where=stage, expected=f"one of {', '.join(STAGES)}")
     contract = CONTRACTS[stage]
-    free = set(contract.adds + contract.optional + contract.meta_adds) - set(contract.reads)
+    free = set(contract.adds + contract.may_add + contract.meta_adds)
     for name in before:
         if name in free:
             continue

@@ -62,7 +62,7 @@ class RecordedRollouts:
         if not (self.directory / KEY).exists():
             write_json(self.directory / KEY, {"schema": SCHEMA, **self.key})
         contract = CONTRACTS["rollout"]
-        names = [n for n in contract.adds + contract.optional if n in rollout]
+        names = [n for n in contract.adds + contract.may_add if n in rollout]
         tensors = {n: rollout[n].cpu().contiguous().clone() for n in names}
         write_atomically(
             _path(self.directory, step, attempt),

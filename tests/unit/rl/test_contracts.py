@@ -40,7 +40,7 @@ def test_stages_in_the_order_of_a_step():
 
 def test_the_table_names_known_fields_only():
     for contract in CONTRACTS.values():
-        assert set(contract.reads + contract.adds + contract.optional) <= set(FIELDS), contract.stage
+        assert set(contract.reads + contract.adds + contract.optional + contract.may_add) <= set(FIELDS), contract.stage
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -68,6 +68,13 @@ VIOLATIONS = {
         "prompt_mask",
         put((0, slice(None)), torch.tensor([1, 1, 0, 0])),
         "rollout, prompt_mask, sample 0, token 1: the prompt is not left padded",
+    ),
+    "an attention mask that skips a prompt token": (
+        "rollout",
+        "prompt_mask",
+        put((0, 1), 1),
+        "rollout, attention_mask, sample 0, token 1: the attention mask differs from the prompt's mask; expected "
+        "prompt_mask; found 0",
     ),
     "a prompt without tokens": (
         "rollout",
@@ -323,6 +330,8 @@ def test_a_stage_changes_only_what_it_adds(make_batch):
         check_untouched("old_log_prob", before, changed(batch, "uid", put(1, "x")))
     with pytest.raises(InputError, match="ref_log_prob, values: the stage lost a field"):
         check_untouched("ref_log_prob", batch, batch.drop(["values"]))
+    with pytest.raises(InputError, match="advantage, values, sample 0: the stage changed a field that it only reads"):
+        check_untouched("advantage", batch, changed(batch, "values", put((0, 0), -1.0)))
     with pytest.raises(InputError, match="changed the number of samples; expected 4; found 3"):
         check_untouched("ref_log_prob", batch, batch[:3])
 
