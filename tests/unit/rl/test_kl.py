@@ -75,7 +75,7 @@ def check_gradient(kind, target, seed):
     logits, log_p, reference = distributions(seed)
     found = exact_gradient(expectation(log_p, reference, kind), logits)
     wanted = gradient_target(logits, log_p, reference, target)
-    scale = float((log_p - reference).abs().exp().sum())
+    scale = (log_p - reference).abs().exp().sum().item()
     assert (found - wanted).abs().max() <= rounding(torch.float64, VOCAB, scale)
 
 

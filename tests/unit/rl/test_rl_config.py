@@ -285,6 +285,12 @@ def test_values_that_do_not_fit_together(changes, message):
         TrainConfig.from_dict(small(**changes))
 
 
+def test_a_reserve_can_be_paired():
+    filtering = {"enable": True, "mode": "reserve", "reserve_size": 2}
+    config = TrainConfig.from_dict(small(algorithm__filter_groups=filtering, trainer__curve_gate="paired"))
+    assert config.curve_gate == "paired"
+
+
 def test_yaml_file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
