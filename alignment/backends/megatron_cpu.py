@@ -171,6 +171,36 @@ def _split_sizes(patches: Patches) -> None:
     patches.set(dispatcher, "maybe_move_tensor_to_cpu", move)
 
 
+def _uneven_collectives(patches: Patches) -> None:
+    import torch.distributed as dist
+
+    gather, scatter = dist.all_gather, dist.reduce_scatter
+
+    def all_gather(tensor_list: list, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        rows = [len(t) if t.dim() else 1 for t in tensor_list]
+        if len(set(rows)) == 1:
+            return gather(tensor_list, tensor, group=group, async_op=async_op)
+        padded = tensor.new_zeros((max(rows), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in rows]
+        gather(parts, padded, group=group)
+        for target, part, count in zip(tensor_list, parts, rows):
+            target.copy_(part[:count])
+        return None
+
+    def reduce_scatter(output: torch.Tensor, input_list: list, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any) -> Any:
+        rows = [len(t) if t.dim() else 1 for t in input_list]
+        if len(set(rows)) == 1:
+            return scatter(output, input_list, op=op, group=group, **others)
+        whole = torch.cat(list(input_list))
+        dist.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split(rows)[dist.get_rank(group)])
+        return None
+
+    patches.set(dist, "all_gather", all_gather)
+    patches.set(dist, "reduce_scatter", reduce_scatter)
+
+
 def _router_gemm(patches: Patches) -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
@@ -229,6 +259,11 @@ SHIMS: tuple[Shim, ...] = (
         name="split_sizes",
         why="the all-to-all dispatcher turns only CUDA tensors into the numbers that the collective takes",
         apply=_split_sizes,
+    ),
+    Shim(
+        name="uneven_collectives",
+        why="expert tensor parallel ranks exchange different numbers of tokens, which gloo refuses and NCCL takes",
+        apply=_uneven_collectives,
     ),
     Shim(
         name="router_gemm",

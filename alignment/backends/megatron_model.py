@@ -165,7 +165,9 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        "perform_initialization": False,
+        # Although a checkpoint replaces every value: initialising is also what marks a weight as cut over tensor ranks, and
+        # an unmarked one is missing from the gradient norm.
+        "perform_initialization": True,
         "calculate_per_token_loss": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -265,6 +267,9 @@ def _parallel(config: ModelConfig, sizes: ParallelSizes) -> dict[str, Any]:
         "num_layers_in_last_pipeline_stage": last,
         # MoE and MLA are only right with it: tokens, and the rotary key's gradient, are shared out over tensor ranks.
         "sequence_parallel": sizes.tensor > 1,
+        # On two stages the next and the previous rank are one, and only this form keeps their messages apart.
+        "overlap_p2p_comm": sizes.virtual > 1,
+        "batch_p2p_comm": sizes.virtual == 1,
     }
 
 
@@ -397,6 +402,7 @@ class DuplicatedLinear(nn.Module):
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        nn.init.zeros_(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
@@ -463,5 +469,7 @@ class GatherSequence(torch.autograd.Function):
 
 def zigzag(length: int, size: int, rank: int) -> Tensor:
     """The positions of a context parallel rank: of 2·size equal pieces the ``rank``-th and the ``rank``-th from the end."""
+    if size == 1:
+        return torch.arange(length)
     pieces = torch.arange(length).view(2 * size, -1)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
