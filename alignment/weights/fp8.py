@@ -168,6 +168,7 @@ class _Converter:
     def __init__(self, block: tuple[int, int]) -> None:
         self.block = block
         self._bytes = torch.empty(0, dtype=torch.int8)
+        self._bits = torch.empty(0, dtype=torch.int16)
         self._copying = memoryview(bytearray(_BUFFER_BYTES))
 
     def copy(self, source: StoredTensor, out: BinaryIO) -> None:
@@ -209,8 +210,13 @@ class _Converter:
         if not codes.numel():
             return
         # Sign, exponent and fraction moved to where bfloat16 has them; torch's own cast from float8 takes ten times as long.
-        bits = codes.to(torch.int16).bitwise_left_shift_(4).bitwise_and_(-0x7810)
-        values = bits.view(torch.bfloat16).float().mul_(_REBIAS)
+        if self._bits.numel() < codes.numel():
+            self._bits = torch.empty(codes.numel(), dtype=torch.int16)
+            self._values = torch.empty(codes.numel(), dtype=torch.float32)
+        bits = self._bits[: codes.numel()].view(codes.shape)
+        values = self._values[: codes.numel()].view(codes.shape)
+        bits.copy_(codes).bitwise_left_shift_(4).bitwise_and_(-0x7810)
+        values.copy_(bits.view(torch.bfloat16)).mul_(_REBIAS)
         largest = max(abs(float(x)) for x in torch.aminmax(values))
         if largest > _LARGEST_E4M3:
             raise InputError("the weight holds NaN", where=where, expected="finite FP8 numbers")

@@ -1,0 +1,144 @@
+"""FP8 → BF16 of a checkpoint of many gigabytes: peak anonymous memory, and throughput against plainly writing as many bytes.
+
+    python benchmarks/fp8.py [--gigabytes 8] [--folder /tmp/fp8-benchmark] [--keep]
+
+Writes a synthetic sharded FP8 checkpoint so large that its conversion has the given size, converts it, writes the same number
+of zero bytes plainly, and prints one row. Both are timed with the source in the page cache and flushed to the disk
+(fsync per file). Bars: peak RssAnon under 2 GB, at least half of the throughput of plain writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from alignment.models.config import preset
+from alignment.weights.fp8 import convert_fp8_checkpoint
+from alignment.weights.tensor_file import plan_file, write_all, write_file
+
+PEAK_BAR_BYTES = 2e9
+THROUGHPUT_BAR = 0.5
+ROWS, COLUMNS, PER_SHARD = 4096 + 64, 7168 + 32, 16
+
+
+def anonymous_bytes() -> int:
+    """``RssAnon`` of this process: what is not backed by a file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no RssAnon in /proc/self/status")
+
+
+class PeakAnonymous:
+    """Samples :func:`anonymous_bytes` every five milliseconds."""
+
+    def __enter__(self):
+        self.bytes, self._stop = 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._stop.wait(0.005):
+            self.bytes = max(self.bytes, anonymous_bytes())
+
+    def __exit__(self, *exc):
+        self._stop.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, anonymous_bytes())
+
+
+def write_source(folder: Path, output_bytes: int) -> None:
+    """Shards of FP8 weights with edge blocks on both sides; the bytes repeat, which matters to neither side."""
+    folder.mkdir(parents=True)
+    weights = max(1, round(output_bytes / (2 * ROWS * COLUMNS)))
+    codes = torch.randint(0, 255, (ROWS * COLUMNS,), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    grid = (-(-ROWS // 128), -(-COLUMNS // 128))
+    scale = torch.rand(grid) * 1e-3 + 1e-4
+    weight_map = {}
+    shards = -(-weights // PER_SHARD)
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        names = [f"model.layers.{i}.weight" for i in range(shard * PER_SHARD, min(weights, (shard + 1) * PER_SHARD))]
+        listed = [(n, "F8_E4M3", (ROWS, COLUMNS)) for n in names] + [(f"{n}_scale_inv", "F32", grid) for n in names]
+        plan = plan_file(folder / file, listed, metadata={"format": "pt"})
+
+        def fill(tensor, out):
+            data = codes if tensor.dtype == "F8_E4M3" else scale
+            write_all(out, memoryview(data.view(torch.uint8).numpy().reshape(-1)))
+
+        write_file(folder / file, plan, fill)
+        weight_map |= {name: file for name, _, _ in listed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    hf = {**preset("deepseek-v3-671b").to_hf(), "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def write_plainly(folder: Path, sizes: list[int]) -> float:
+    """Seconds to write files of ``sizes`` zero bytes, 8 MiB at a time, each flushed to the disk."""
+    folder.mkdir()
+    data = memoryview(bytearray(8 << 20))
+    begin = time.perf_counter()
+    for number, size in enumerate(sizes):
+        with open(folder / str(number), "wb", buffering=0) as out:
+            while size > 0:
+                size -= out.write(data[:size])
+            os.fsync(out.fileno())
+    return time.perf_counter() - begin
+
+
+def convert(source: Path, target: Path) -> None:
+    """Runs in a process of its own, so that nothing else counts."""
+    begin = time.perf_counter()
+    with PeakAnonymous() as peak:
+        report = convert_fp8_checkpoint(source, target)
+    print(json.dumps({"seconds": time.perf_counter() - begin, "peak": peak.bytes, "nbytes": report.nbytes}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the output")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/fp8-benchmark"))
+    parser.add_argument("--keep", action="store_true", help="leave the files")
+    parser.add_argument("--convert", nargs=2, type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.convert:
+        convert(*arguments.convert)
+        return 0
+    root = arguments.folder
+    root.mkdir(parents=True)
+    try:
+        source, target = root / "source", root / "target"
+        write_source(source, int(arguments.gigabytes * 1e9))
+        for path in source.iterdir():
+            path.read_bytes() if path.suffix == ".json" else subprocess.run(["cat", path], stdout=subprocess.DEVNULL, check=True)
+        command = [sys.executable, __file__, "--convert", str(source), str(target)]
+        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        sizes = [path.stat().st_size for path in target.glob("*.safetensors")]
+        shutil.rmtree(target)
+        plain = write_plainly(root / "plain", sizes)
+        ratio = plain / result["seconds"]
+        print(
+            f"{result['nbytes'] / 1e9:.1f} GB in {len(sizes)} files: converted in {result['seconds']:.1f} s"
+            f" ({result['nbytes'] / 1e9 / result['seconds']:.2f} GB/s), written plainly in {plain:.1f} s; throughput {ratio:.2f}"
+            f" of plain writing (bar {THROUGHPUT_BAR}); peak RssAnon {result['peak'] / 1e9:.3f} GB (bar {PEAK_BAR_BYTES / 1e9})"
+        )
+        return 0 if ratio >= THROUGHPUT_BAR and result["peak"] < PEAK_BAR_BYTES else 1
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
