@@ -78,6 +78,36 @@ class OptimSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TransformerOverrides:
+    """Settings of megatron-core's ``TransformerConfig`` that are no sizes: uneven stages and recomputation."""
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """How ``engine.train=megatron`` spreads the policy over the ranks; ignored by other engines.
+
+    Every rank has rows of its own, also where several hold one model: they exchange their rows and compute them together.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    use_distributed_optimizer: bool = True
+    optimizer_cpu_offload: bool = False
+    override_transformer_config: TransformerOverrides = field(default_factory=TransformerOverrides)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The policy update.
 
@@ -106,6 +136,7 @@ class ActorConfig:
     shuffle: bool = False
     grad_clip: float = 1.0
     optim: OptimSettings = field(default_factory=OptimSettings)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -648,6 +679,8 @@ def _validate(config: TrainConfig) -> None:
         if holder.log_prob_use_dynamic_bsz:
             _require_room(data, f"{section}.log_prob_max_token_len_per_gpu", holder.log_prob_max_token_len_per_gpu)
     positive("actor_rollout_ref.actor", actor, "loss_scale_factor", "clip_ratio_low", "clip_ratio_high")
+    sizes = [f.name for f in dataclasses.fields(actor.megatron) if f.name.endswith("_size")]
+    positive("actor_rollout_ref.actor.megatron", actor.megatron, *sizes)
     within("actor_rollout_ref.rollout", rollout, 0.0, 1.0, "top_p")
     within("algorithm", algorithm, 0.0, 1.0, "gamma", "lam")
     if rollout.top_k == 0 or rollout.top_k < -1:

@@ -81,11 +81,13 @@ class Rank:
         getattr(self._worker, consume)(getattr(self._worker, produce)())
 
     def produce(self, stage: str) -> list:
-        """Puts the tensors that ``stage`` yields into the object store, in buckets, and answers with their references."""
+        """Puts the tensors that ``stage`` yields into the object store, in buckets, and answers with references."""
         import ray
 
         references, bucket, size = [], [], 0
         for name, tensor in getattr(self._worker, stage)():
+            if not keep:
+                continue
             bucket.append((name, tensor.detach().cpu()))
             size += tensor.numel() * tensor.element_size()
             if size >= BUCKET_BYTES:
@@ -134,7 +136,7 @@ class RayGroup:
         if to is self:
             self.gather(produce, [a.pipe.remote(produce, consume) for a in self.actors])
             return
-        [references] = self.gather(produce, [self.actors[0].produce.remote(produce)])
+        references, *_ = self.gather(produce, [a.produce.remote(produce, rank == 0) for rank, a in enumerate(self.actors)])
         to.gather(consume, [a.consume.remote(consume, references) for a in to.actors])
 
     def gather(self, stage: str, references: Sequence[Any]) -> list[Any]:
@@ -152,7 +154,7 @@ class RayGroup:
         return results
 
     def _other_failures(self, pending: Mapping[Any, int]) -> dict[int, Exception]:
-        """Failures of the other ranks within a grace period: a rank that lost its peer often reports before the dead one."""
+        """Failures of the other ranks within a grace period: who lost its peer often reports before the dead one."""
         import ray
 
         failures = {}
@@ -250,7 +252,7 @@ class RayExecutor:
 
 
 def connect(*, address: str | None = None, debug: bool = False) -> bool:
-    """Joins the cluster at ``address``, or starts a quiet local one; nothing to do where this process is connected already.
+    """Joins the cluster at ``address``, or starts a quiet local one; does nothing where this process is connected.
 
     Returns:
         Whether this call connected, so that the caller is the one to disconnect.

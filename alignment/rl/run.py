@@ -1,4 +1,4 @@
-"""A whole training run: from a configuration to a directory of series and checkpoints; and a run replayed on recorded rollouts."""
+"""A whole training run, from a configuration to a directory of series and checkpoints; and its replay."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class RunResult:
 
 def comparison_fingerprint(config: TrainConfig, *, model: str, data: str) -> str:
     """SHA-256 over everything that has to be equal for two runs' curves to be comparable, weights and data included."""
-    fields = {k: v for k, v in flatten(config.to_dict()).items() if k not in FREE_IN_COMPARISON}
+    fields = {
+        k: v
+        for k, v in flatten(config.to_dict()).items()
+        if k not in FREE_IN_COMPARISON and not k.startswith("actor_rollout_ref.actor.megatron.")
+    }
     text = json.dumps({"config": fields, "model": model, "data": data}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -160,13 +164,13 @@ def replay_steps(
         run_dir: directory of the replay.
         device: overrides ``trainer.device``.
         steps: how many of the recorded steps; all by default.
-        perturbation: moves every first weight by up to one unit in the last place, drawn from this seed. The spread of such
-            replays is the noise that a replay on another device is judged by.
+        perturbation: moves every first weight by up to one unit in the last place, drawn from this seed. The spread of
+            such replays is the noise that a replay on another device is judged by.
         executor: as in :func:`run_dapo`.
 
     Returns:
-        The run; ``actor/loss``, ``actor/grad_norm``, ``actor/entropy``, ``actor/ppo_kl`` and ``actor/pg_scale`` (the scale
-        of differences of the loss) are among its metrics.
+        The run; ``actor/loss``, ``actor/grad_norm``, ``actor/entropy``, ``actor/ppo_kl`` and ``actor/pg_scale`` (the
+        scale of differences of the loss) are among its metrics.
 
     Raises:
         InputError: no rollouts are recorded there, or fewer than ``steps``, or they are stale.

@@ -20,6 +20,7 @@ from alignment.rl import checkpoint, stages
 from alignment.rl.batch import Batch
 from alignment.rl.config import ActorConfig, CriticConfig, TrainConfig
 
+TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "megatron"), ("golden",)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,8 +77,8 @@ class WorkerSetting:
 class Worker:
     """One rank. Roles that share a worker share its device and take turns on it.
 
-    While the rollout generates, everything that trains is offloaded; while something trains, the inference engine sleeps at
-    level 2, which destroys its weights. A worker with only one side never switches.
+    While the rollout generates, everything that trains is offloaded; while something trains, the inference engine
+    sleeps at level 2, which destroys its weights. A worker with only one side never switches.
 
     Args:
         setting: the run.
@@ -98,7 +99,9 @@ class Worker:
 
             self._open.enter_context(deterministic(self.config.trainer.seed, self.device, world_size=world_size))
         self.ranks = SoleRank()
-        if world_size > 1 and {"actor", "critic"} & set(roles):
+        # A reference that is spread over ranks talks to them too.
+        joined = {"actor", "critic"} if self.config.engine.train == "golden" else {"actor", "critic", "reference"}
+        if world_size > 1 and joined & set(roles):
             self.ranks = ProcessGroupRanks(
                 rank=rank, world_size=world_size, init_method=rendezvous, device_kind=self.device.kind
             )
@@ -191,7 +194,7 @@ class Worker:
         yield from self.actor.export_weights()
 
     def load_weights(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Feeds the inference engine, which is awake afterwards. Rounds to the declared rollout dtype where that differs."""
+        """Feeds the inference engine, which is awake afterwards, rounding to the declared rollout dtype."""
         if self._asleep:
             self.engine.wake()
             self._asleep = False
@@ -208,7 +211,7 @@ class Worker:
         """This rank's part of a checkpoint; what is equal on every rank is written by rank 0."""
         root = Path(directory)
         for role in ("actor", "critic"):
-            if role in self.roles and self.rank == 0:
+            if role in self.roles and (self.rank == 0 or getattr(getattr(self, role), "collective", False)):
                 getattr(self, role).save_state(root / role)
         checkpoint.save_rng(root / self._rng_file())
 
@@ -265,6 +268,13 @@ class Worker:
         return self._policy_engine(None, self.config.actor_rollout_ref.ref.dtype)
 
     def _policy_engine(self, optimizer: OptimizerConfig | None, dtype: str):
+        _require_known("engine.train", self.config.engine.train, TRAIN_ENGINES)
+        if self.config.engine.train == "megatron":
+            from alignment.rl.megatron_policy import megatron_policy
+
+            return megatron_policy(
+                self.config, self._checkpoint, optimizer=optimizer, dtype=DTYPES[dtype], device=self.device
+            )
         from alignment.backends.golden_training import GoldenTrainingEngine
 
         return GoldenTrainingEngine.from_checkpoint(
@@ -289,6 +299,7 @@ class Worker:
         )
 
     def _build_rollout(self):
+        _require_known("engine.rollout", self.config.engine.rollout, ROLLOUT_ENGINES)
         from alignment.backends.golden_rollout import GoldenRollout
 
         rollout = self.config.actor_rollout_ref.rollout
@@ -317,6 +328,11 @@ class Worker:
 
     def _rng_file(self) -> str:
         return f"rng_{self.roles[0]}_{self.rank}.safetensors"
+
+
+def _require_known(key: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise InputError("there is no such engine in the pipeline", where=key, expected=" | ".join(known), found=name)
 
 
 def _device_of_rank(name: str, rank: int) -> Device:

@@ -115,6 +115,8 @@ def test_inherited_fields():
     assert config.critic.loss_agg_mode == "token-mean" and config.critic.ppo_mini_batch_size == 2
     flat = flatten(config.to_dict())
     empty = {k for k, v in flat.items() if v is None}
+    # The sizes of one engine mean something when they are not set.
+    empty = {k for k in empty if not k.startswith("actor_rollout_ref.actor.megatron.")}
     assert empty == {"trainer.total_training_steps", "trainer.resume_from_path"}
 
 

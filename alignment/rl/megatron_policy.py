@@ -1,0 +1,71 @@
+"""The policy on megatron-core, as a run's configuration describes it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alignment.backends.megatron_model import BuildSettings, Recompute
+from alignment.backends.megatron_training import MegatronSettings, MegatronTrainingEngine
+from alignment.backends.training import OptimizerConfig, Outputs
+from alignment.devices.base import Device
+from alignment.rl.config import MegatronConfig, TrainConfig
+from alignment.rl.log_prob import log_probs_and_entropy
+from alignment.weights.megatron_layout import ParallelSizes
+
+
+def megatron_policy(
+    config: TrainConfig, checkpoint: Path, *, optimizer: OptimizerConfig | None, dtype: torch.dtype, device: Device
+) -> MegatronTrainingEngine:
+    """The policy (or, without ``optimizer``, the reference) from ``checkpoint``; ranks are those of the process group.
+
+    Raises:
+        UnavailableError: megatron-core is not installed.
+        InputError: sizes that do not fit the model or the number of ranks.
+    """
+    policy = config.actor_rollout_ref
+    return MegatronTrainingEngine.from_checkpoint(
+        checkpoint,
+        optimizer=optimizer,
+        outputs=partial(token_outputs, temperature=policy.rollout.temperature),
+        dtype=dtype,
+        device=device,
+        settings=megatron_settings(policy.actor.megatron, seed=config.trainer.seed),
+    )
+
+
+def megatron_settings(megatron: MegatronConfig, *, seed: int) -> MegatronSettings:
+    """``actor_rollout_ref.actor.megatron`` as the engine takes it."""
+    overrides = megatron.override_transformer_config
+    return MegatronSettings(
+        sizes=ParallelSizes(
+            tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+            pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+            context_parallel_size=megatron.context_parallel_size,
+            expert_model_parallel_size=megatron.expert_model_parallel_size,
+            expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
+            num_layers_in_first_pipeline_stage=overrides.num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=overrides.num_layers_in_last_pipeline_stage,
+        ),
+        build=BuildSettings(
+            recompute=Recompute(
+                recompute_granularity=overrides.recompute_granularity,
+                recompute_method=overrides.recompute_method,
+                recompute_num_layers=overrides.recompute_num_layers,
+                recompute_modules=overrides.recompute_modules,
+            )
+        ),
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
+        optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if megatron.optimizer_cpu_offload else {},
+        seed=seed,
+    )
+
+
+def token_outputs(logits: Tensor, following: Tensor, *, temperature: float) -> Outputs:
+    """``log_probs`` and ``entropy`` [b, s] of the tokens ``following`` [b, s] under ``logits`` [b, s, v]."""
+    log_probs, entropy = log_probs_and_entropy(logits, following, temperature=temperature)
+    return {"log_probs": log_probs, "entropy": entropy}
