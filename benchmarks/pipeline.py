@@ -1,8 +1,8 @@
 """Step time of the Ray pipeline over the same step in a plain loop: ``python benchmarks/pipeline.py [--preset NAME]``.
 
-Both run the same configuration from the same weights, so they compute the same numbers (checked); what differs is that one
-crosses process boundaries. The steps of both are interleaved in pairs, so that a busy machine slows both down alike, and the
-first step of each, which warms up, is left out. The target is a ratio of medians of at most 1.2.
+Both run the same configuration from the same weights, so they compute the same numbers (checked); what differs is that
+one crosses process boundaries. Their steps alternate, so that a busy machine slows both down alike, and the first step of
+each, which warms up, is left out. The target is a ratio of medians of at most 1.2.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from pathlib import Path
 
 
 class TurnTaker:
-    """Lets two runs take their steps in turn: each waits at the end of a step until the other has ended its own."""
+    """Lets two runs take their steps strictly in turn: a step begins when the other run has ended one."""
 
-    def __init__(self, turn: threading.Semaphore, other: threading.Semaphore) -> None:
-        self.turn, self.other = turn, other
+    def __init__(self, mine: threading.Semaphore, other: threading.Semaphore) -> None:
+        self.mine, self.other = mine, other
+        self.step = 0
         self.seconds: list[dict[str, float]] = []
 
-    def on_stage(self, step, total_steps, stage) -> None:
-        """Nothing to wait for inside a step."""
+    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
+        """Waits when a step is about to begin."""
+        if step != self.step:
+            self.step = step
+            self.mine.acquire()
 
-    def on_step(self, step, total_steps, metrics, timings) -> None:
+    def on_step(self, step: int, total_steps: int, metrics: dict, timings: dict) -> None:
         """Hands the machine over."""
         self.seconds.append(dict(timings))
         self.other.release()
-        if step < total_steps:
-            self.turn.acquire()
 
 
 def main() -> int:
@@ -59,22 +61,22 @@ def main() -> int:
         logger=("jsonl",),
     )
     config = dataclasses.replace(config, trainer=trainer)
-    turns = threading.Semaphore(0), threading.Semaphore(0)
+    turns = threading.Semaphore(1), threading.Semaphore(0)
     takers = TurnTaker(turns[0], turns[1]), TurnTaker(turns[1], turns[0])
     results = {}
 
     with tempfile.TemporaryDirectory() as directory:
 
-        def plain() -> None:
-            results["plain"] = run_dapo(
-                config, run_dir=Path(directory) / "plain", executor=InProcessExecutor(), progress=takers[0]
-            )
+        def run(name: str, executor, taker: TurnTaker) -> None:
+            try:
+                results[name] = run_dapo(config, run_dir=Path(directory) / name, executor=executor, progress=taker)
+            finally:  # a run that fails must not leave the other one waiting
+                for _ in range(arguments.steps + 1):
+                    taker.other.release()
 
-        thread = threading.Thread(target=plain)
-        turns[1].acquire(blocking=False)
+        thread = threading.Thread(target=run, args=("plain", InProcessExecutor(), takers[0]))
         thread.start()
-        results["ray"] = run_dapo(config, run_dir=Path(directory) / "ray", executor=RayExecutor(), progress=takers[1])
-        turns[0].release()
+        run("ray", RayExecutor(), takers[1])
         thread.join()
     if results["plain"].metrics != results["ray"].metrics:
         print("the two runs computed different numbers: their times cannot be compared", file=sys.stderr)

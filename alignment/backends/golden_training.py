@@ -1,4 +1,4 @@
-"""The golden training engine: the plain model, AdamW with main weights, gradients summed over micro batches and ranks."""
+"""The golden training engine: the plain model, explicit AdamW, gradients summed over micro batches and ranks."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class GoldenTrainingEngine:
     Args:
         model: any module for which ``outputs`` is defined.
         optimizer: None for a frozen model.
-        outputs: what a micro batch gives: a function of model and micro batch (:mod:`alignment.rl.stages` has the policy's,
-            :mod:`alignment.rl.critic` the critic's).
+        outputs: what a micro batch gives, a function of model and micro batch (:mod:`alignment.rl.stages` has the
+            policy's, :mod:`alignment.rl.critic` the critic's).
         device: where micro batches are moved to (the model is already there).
         ranks: the data parallel ranks, :class:`~alignment.backends.training.SoleRank` by default.
     """
@@ -101,7 +101,10 @@ class GoldenTrainingEngine:
         return cls(model, optimizer=optimizer, outputs=outputs, device=device, ranks=ranks)
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, stage: str) -> list[dict[str, torch.Tensor]]:
-        """Outputs of every micro batch without gradients, on the host. See :class:`~alignment.backends.training.TrainingEngine`."""
+        """Outputs of every micro batch without gradients, on the host.
+
+        See :class:`~alignment.backends.training.TrainingEngine`.
+        """
         self._require_resident(stage)
         results = []
         with torch.no_grad():
@@ -169,7 +172,9 @@ class GoldenTrainingEngine:
         self._resident = True
 
     def save_state(self, directory: Path) -> None:
-        """``model.safetensors`` and ``config.json`` (a Hugging Face checkpoint), ``optimizer.safetensors``, ``schedule.json``."""
+        """Writes ``optimizer.safetensors``, ``schedule.json`` and a Hugging Face checkpoint (``config.json`` and
+        ``model.safetensors``).
+        """
         from safetensors.torch import save_file
 
         directory = Path(directory)
@@ -251,11 +256,12 @@ def require_finite(outputs: Outputs, micro_batch: MicroBatch, *, stage: str) -> 
             bad &= micro_batch["response_mask"].bool()
         if bad.any():
             sample, token = bad.nonzero()[0].tolist()
+            value, count = tensor[sample, token].item(), int(bad.sum())
             raise InputError(
                 "the logits are not finite",
                 where=f"{stage} · {name}",
                 expected="finite numbers",
-                found=f"{tensor[sample, token].item()} at sample {sample}, response token {token} ({int(bad.sum())} in all)",
+                found=f"{value} at sample {sample}, response token {token} ({count} in all)",
                 next_step="compare this stage's layers with the baseline from the embedding on",
             )
 

@@ -13,7 +13,7 @@ import torch
 from alignment.errors import InputError
 
 MicroBatch = Mapping[str, torch.Tensor]
-"""The fields of a few samples: at least ``input_ids``, ``attention_mask``, ``position_ids`` [b, s] and ``responses`` [b, r]."""
+"""A few samples: at least ``input_ids``, ``attention_mask``, ``position_ids`` [b, s] and ``responses`` [b, r]."""
 
 Outputs = Mapping[str, torch.Tensor]
 """What one forward pass gives: ``log_probs`` and ``entropy`` [b, r] of a policy, ``values`` [b, r] of a critic."""
@@ -29,8 +29,8 @@ Such terms add up: the sum over micro batches and data parallel ranks is the los
 class OptimizerConfig:
     """AdamW with decoupled weight decay, a global gradient norm and a warmed-up learning rate.
 
-    ``lr_warmup_steps`` updates rise linearly from 0 (the first update already moves: it uses ``lr / lr_warmup_steps``);
-    afterwards ``lr_scheduler_type`` is ``constant`` or ``cosine`` down to ``min_lr_ratio · lr`` at ``total_steps`` updates.
+    ``lr_warmup_steps`` updates rise linearly (the first one already moves: it uses ``lr / lr_warmup_steps``);
+    afterwards ``lr_scheduler_type`` is ``constant``, or ``cosine`` down to ``min_lr_ratio · lr`` at ``total_steps``.
     ``clip_grad`` is the largest global L2 norm of the gradient; 0 switches clipping off.
     """
 

@@ -1,8 +1,8 @@
 """Checkpoints of a run: written beside, flushed, renamed; found again by three resume modes.
 
 ``<root>/global_step_<N>/`` holds one directory per trained role (``actor``, ``critic``), ``state.json`` and one
-``rng_<role>_<rank>.safetensors`` per worker. ``latest_checkpointed_iteration.txt`` names the newest one. A directory without
-the prefix of a finished one is what a killed run left behind; it is never read and is removed by the next save.
+``rng_<role>_<rank>.safetensors`` per worker. ``latest_checkpointed_iteration.txt`` names the newest one. A directory
+without the prefix of a finished one is what a killed run left behind; it is never read and is removed by the next save.
 """
 
 from __future__ import annotations

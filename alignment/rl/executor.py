@@ -128,8 +128,8 @@ class InProcessExecutor:
 def shares(stage: str, batch: Batch, world_size: int, *, mini_batches: int = 1, balance: bool = False) -> Partition:
     """The rows of every rank: each mini batch (equal consecutive pieces) is shared out on its own.
 
-    A rank holds its share of mini batch 0, then of mini batch 1, …, so an optimizer step sees the same samples for every
-    number of ranks.
+    A rank holds its share of mini batch 0, then of mini batch 1, …, so an optimizer step sees the same samples for
+    every number of ranks.
 
     Raises:
         InputError: the batch does not divide by the number of mini batches, or a mini batch by the number of ranks.

@@ -136,7 +136,9 @@ class RayGroup:
         if to is self:
             self.gather(produce, [a.pipe.remote(produce, consume) for a in self.actors])
             return
-        references, *_ = self.gather(produce, [a.produce.remote(produce, rank == 0) for rank, a in enumerate(self.actors)])
+        references, *_ = self.gather(
+            produce, [a.produce.remote(produce, rank == 0) for rank, a in enumerate(self.actors)]
+        )
         to.gather(consume, [a.consume.remote(consume, references) for a in to.actors])
 
     def gather(self, stage: str, references: Sequence[Any]) -> list[Any]:

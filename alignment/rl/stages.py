@@ -1,7 +1,7 @@
 """What each stage does to its batch, given an engine: the arithmetic between batch fields and engine calls.
 
 A stage gets whole rows and answers with whole rows. In between they are cut into micro batches, by one rule for
-training and inference (:mod:`alignment.rl.batching`), and every micro batch is trimmed to its longest prompt and response.
+training and inference (:mod:`alignment.rl.batching`), and each is trimmed to its longest prompt and response.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def critic_loss(config: TrainConfig, counts: Counts) -> LossFunction:
 
 
 def trim(batch: Batch) -> dict[str, torch.Tensor]:
-    """The tensors of a micro batch, cut to its longest prompt (from the left) and its longest response (from the right)."""
+    """The tensors of a micro batch, cut to its longest prompt (from the left) and response (from the right)."""
     width = batch["prompts"].shape[1]
     mask = batch["attention_mask"] != 0
     prompt = int(mask[:, :width].sum(1).max())

@@ -18,8 +18,8 @@ SERIES = (METRICS, GROUPS, TIMINGS)
 class Tracker:
     """Appends to ``metrics.jsonl``, ``groups.jsonl`` and ``timings.jsonl`` of a run, and to TensorBoard where asked.
 
-    Floats keep full precision and keys are sorted, so two equal runs write equal bytes. Timings differ between equal runs
-    and therefore have a file of their own. Every line is flushed when its step ends.
+    Floats keep full precision and keys are sorted, so two equal runs write equal bytes. Timings differ between equal
+    runs and therefore have a file of their own. Every line is flushed when its step ends.
 
     Args:
         directory: the directory of the run.

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from alignment.backends.training import UpdateReport
+from alignment.errors import InputError
 from alignment.numerics.curve_run import CurveStep
 from alignment.numerics.random import portable_key, portable_permutation
 from alignment.rl import checkpoint
@@ -294,8 +296,21 @@ def group_statistics(
     return dataclasses.asdict(curve)
 
 
-def one_update(role: str, reports: Sequence[Any]) -> dict[str, float]:
-    """Metrics of one optimizer step from the reports of its ranks: shares add up, the rest is equal on every rank."""
+def one_update(role: str, reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Metrics of one optimizer step from the reports of its ranks: shares add up, the rest is equal on every rank.
+
+    Raises:
+        InputError: the gradient norm differs between ranks, so from here on they would hold different weights.
+    """
+    norms = [report.grad_norm for report in reports]
+    if len(set(norms)) > 1:
+        raise InputError(
+            "the ranks disagree about the gradient after it was added up over them",
+            where=f"update_{role}",
+            expected="one gradient norm",
+            found=", ".join(f"rank {rank}: {norm!r}" for rank, norm in enumerate(norms)),
+            next_step="compare the collective operators with gradient accumulation on one rank",
+        )
     shares = add_shares(report.metrics for report in reports)
     return {**shares, f"{role}/grad_norm": reports[0].grad_norm, f"{role}/lr": reports[0].learning_rate}
 

@@ -20,7 +20,7 @@ from alignment.rl import checkpoint, stages
 from alignment.rl.batch import Batch
 from alignment.rl.config import ActorConfig, CriticConfig, TrainConfig
 
-TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "megatron"), ("golden",)
+TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "megatron"), ("golden", "vllm")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -300,6 +300,19 @@ class Worker:
 
     def _build_rollout(self):
         _require_known("engine.rollout", self.config.engine.rollout, ROLLOUT_ENGINES)
+        if self.config.engine.rollout == "vllm":
+            from alignment.rl.vllm_engine import vllm_engine
+
+            trains = bool({"actor", "reference", "critic"} & set(self.roles))
+            engine = vllm_engine(
+                self.config,
+                self._checkpoint,
+                device=self.device,
+                own_process=trains and (self.world_size > 1 or self.config.engine.train != "golden"),
+                takes_turns=trains,
+            )
+            self._open.callback(engine.close)
+            return engine
         from alignment.backends.golden_rollout import GoldenRollout
 
         rollout = self.config.actor_rollout_ref.rollout

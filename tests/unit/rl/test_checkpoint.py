@@ -114,7 +114,7 @@ def die_at_call(name: str, n: int) -> None:
 
 
 def test_the_generators_continue_where_they_were(tmp_path):
-    for draw in range(3):
+    for _ in range(3):
         random.gauss(0, 1), np.random.randn(), torch.randn(3)
     checkpoint.save_rng(tmp_path / "rng.safetensors")
     expected = [

@@ -51,10 +51,8 @@ def test_a_stale_record_is_refused_and_kept(tmp_path, change):
     [(name, value)] = change.items()
     with pytest.raises(InputError) as error:
         RecordedRollouts(tmp_path, key={**KEY, **change})
-    assert (
-        f"the recorded rollouts are stale: they belong to another run; expected {name}={value}; found {name}={KEY[name]}"
-        in str(error.value)
-    )
+    told = f"they belong to another run; expected {name}={value}; found {name}={KEY[name]}"
+    assert f"the recorded rollouts are stale: {told}" in str(error.value)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
