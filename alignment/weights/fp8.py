@@ -20,9 +20,8 @@ from torch import Tensor
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically
 from alignment.weights.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
-from alignment.weights.indexed_save import read_index
 from alignment.weights.tensor_file import (
-    StoredTensor, TensorFile, copy_bytes, plan_file, read_header, read_into, write_all, write_file,
+    StoredTensor, TensorFile, copy_bytes, plan_file, read_header, read_into, stored_tensors, write_all, write_file,
 )  # fmt: skip
 
 SCALE_SUFFIX = "_scale_inv"
@@ -71,7 +70,7 @@ def convert_fp8_checkpoint(src: str | Path, dst: str | Path, *, progress: Progre
         raise InputError("the converted checkpoint needs a folder of its own", where=dst)
     config = read_json(src / CONFIG_FILE)
     block = _block_size(config, src / CONFIG_FILE)
-    stored = _stored_tensors(src)
+    stored = stored_tensors(src)
     scales = _scales(stored, block)
     plans = _plans(stored, scales, block, dst)
     dst.mkdir(parents=True, exist_ok=True)
@@ -263,33 +262,6 @@ def _block_size(config: Mapping[str, Any], where: Path) -> tuple[int, int]:
             found=block,
         )
     return block[0], block[1]
-
-
-def _stored_tensors(src: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint, file by file, in the order of their bytes."""
-    index = read_index(src)
-    stored: dict[str, StoredTensor] = {}
-    for file in sorted(set(index.values())):
-        if Path(file).name != file:
-            raise InputError("the index points outside its folder", where=src / INDEX_FILE, found=file)
-        for tensor in read_header(src / file).tensors:
-            if index.get(tensor.name) != file:
-                raise InputError(
-                    f"the index and the file disagree about the tensor {tensor.name}",
-                    where=src / file,
-                    expected=f"in {index.get(tensor.name, 'no file')}",
-                    found="in this file",
-                )
-            stored[tensor.name] = tensor
-    missing = sorted(index.keys() - stored.keys())
-    if missing:
-        raise InputError(
-            f"the index and the file disagree about the tensor {missing[0]}",
-            where=src / index[missing[0]],
-            expected="in the file",
-            found="missing",
-        )
-    return stored
 
 
 def _scales(stored: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:

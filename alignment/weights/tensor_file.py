@@ -96,6 +96,40 @@ def read_header(path: Path) -> TensorFile:
     return TensorFile(path=path, tensors=tuple(tensors), metadata=metadata, header=prefix + text)
 
 
+def stored_tensors(src: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in ``src`` by name, file by file, in the order of their bytes.
+
+    Raises:
+        InputError: there is no checkpoint, a file is missing or damaged, or the index disagrees with its files.
+    """
+    from alignment.weights.checkpoint import INDEX_FILE
+    from alignment.weights.indexed_save import read_index
+
+    index = read_index(src)
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(index.values())):
+        if Path(file).name != file:
+            raise InputError("the index points outside its folder", where=src / INDEX_FILE, found=file)
+        for tensor in read_header(src / file).tensors:
+            if index.get(tensor.name) != file:
+                raise InputError(
+                    f"the index and the file disagree about the tensor {tensor.name}",
+                    where=src / file,
+                    expected=f"in {index.get(tensor.name, 'no file')}",
+                    found="in this file",
+                )
+            stored[tensor.name] = tensor
+    missing = sorted(index.keys() - stored.keys())
+    if missing:
+        raise InputError(
+            f"the index and the file disagree about the tensor {missing[0]}",
+            where=src / index[missing[0]],
+            expected="in the file",
+            found="missing",
+        )
+    return stored
+
+
 def plan_file(
     path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], *, metadata: Mapping[str, str]
 ) -> TensorFile:
