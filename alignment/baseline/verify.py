@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from alignment.backends.catalogue import cases
 from alignment.baseline.check import golden_faults
+from alignment.baseline.runs import REPLAY_FILE, load_curves, load_replay
 from alignment.baseline.store import BaselineStore, inputs_hash, load, require_same_case
 from alignment.errors import InputError
 
@@ -53,11 +54,23 @@ def verify(store: BaselineStore, *, recompute: bool = True) -> list[Finding]:
                     Finding(severity="error", where=f"{path}: {key}", problem=f"{quantity.name}: {measure.name} = {measure.value:.3g}")
                     for quantity, measure in golden_faults(case, inputs, file.golden(case.id))
                 ]
+    findings += _damaged_runs(store)
     if not store.paths(layer="unit"):
         findings.append(
             Finding(severity="error", where=str(store.root), problem="there is no unit baseline: alignment baseline record")
         )
     return findings
+
+
+def _damaged_runs(store: BaselineStore) -> list[Finding]:
+    found = []
+    for pattern, read in (("*/*/e2e/*.curves.json", load_curves), (f"*/*/e2e/*.replay/{REPLAY_FILE}", load_replay)):
+        for path in sorted(store.root.glob(pattern)):
+            try:
+                read(path)
+            except InputError as error:
+                found.append(Finding(severity="error", where=str(path), problem=str(error)))
+    return found
 
 
 def unused(store: BaselineStore) -> list[str]:
