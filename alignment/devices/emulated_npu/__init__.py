@@ -35,6 +35,8 @@ __all__ = [
 
 LABEL = "npu (emulated)"
 REQUEST = "ALIGNMENT_EMULATE_NPU"
+COUNT = "ALIGNMENT_EMULATED_NPU_COUNT"
+MAX_DEVICES = 16
 
 _SHIM = Path(__file__).with_name("shim")
 _lock = threading.RLock()
@@ -65,12 +67,14 @@ def install() -> None:
 
     Raises:
         UnavailableError: no C++ compiler and nothing in the cache.
-        InputError: the real torch_npu is installed, another backend has taken PrivateUse1, or the build failed.
+        InputError: the real torch_npu is installed, another backend has taken PrivateUse1, the build failed, or
+            ``ALIGNMENT_EMULATED_NPU_COUNT`` is no number from 1 to 16.
     """
     global _installed
     with _lock:
         if _installed:
             return
+        _check_count()
         _refuse_real_torch_npu()
         import torch
 
@@ -101,9 +105,15 @@ def install_if_requested() -> bool:
     return _installed
 
 
+def _check_count() -> None:
+    text = os.environ.get(COUNT, "")
+    if text and not (text.isdecimal() and 1 <= int(text) <= MAX_DEVICES):
+        raise InputError("not a number of devices", where=COUNT, expected=f"1 to {MAX_DEVICES}", found=repr(text))
+
+
 def _refuse_real_torch_npu() -> None:
     origin = _torch_npu_origin()
-    if origin is not None and not Path(origin).is_relative_to(_SHIM):
+    if origin is not None and not Path(origin).resolve().is_relative_to(_SHIM.resolve()):
         raise InputError(
             "the NPU is not emulated where the real torch_npu is installed",
             where=origin,

@@ -748,13 +748,13 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
         "linalg_vecdot", "linalg_multi_dot", "prelu", "scaled_dot_product_attention", "einsum"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autocast_low>());
   for (const char* name :
-       {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-        "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-        "group_norm", "nuclear_norm", "cosine_similarity", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "kl_div",
-        "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "poisson_nll_loss",
-        "soft_margin_loss", "triplet_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist",
-        "renorm", "logsumexp", "cross_entropy_loss", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum",
-        "sum.dim_IntList", "prod", "prod.dim_int", "rms_norm"})
+       {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+        "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+        "native_layer_norm", "group_norm", "nuclear_norm", "cosine_similarity", "cosine_embedding_loss", "nll_loss",
+        "nll_loss2d", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+        "poisson_nll_loss", "soft_margin_loss", "triplet_margin_loss", "binary_cross_entropy_with_logits", "dist",
+        "pdist", "cdist", "renorm", "logsumexp", "cross_entropy_loss", "softmax.int", "log_softmax.int", "cumprod",
+        "cumsum", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "rms_norm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&autocast_fp32>());
   for (const char* name : {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
                            "tensordot", "scatter_add", "stack", "cat"})

@@ -79,6 +79,13 @@ def test_refused_where_another_backend_has_the_device():
     assert "found renamed to 'mychip'" in text
 
 
+@pytest.mark.parametrize("count", ["0", "17", "two", "-1"])
+def test_a_wrong_number_of_devices_is_refused(count, monkeypatch):
+    monkeypatch.setenv("ALIGNMENT_EMULATED_NPU_COUNT", count)
+    with pytest.raises(InputError, match=f"ALIGNMENT_EMULATED_NPU_COUNT: .*expected 1 to 16; found '{count}'"):
+        emulated_npu._check_count()
+
+
 def test_a_machine_without_a_compiler_gets_one_sentence(tmp_path):
     text = refused(ALIGNMENT_CACHE=str(tmp_path), CXX="no-such-compiler")
     assert text.splitlines()[0] == (
