@@ -90,7 +90,7 @@ def load_format_table(
     source: Callable[[], Iterable[tuple[str, Tensor]]],
     case: ProbeCase,
     *,
-    sleep_level: int = 2,
+    sleep_level: int | None = 2,
     post_process: bool = True,
 ) -> LoadFormatTable:
     """Run the first sync of a dummy and of a checkpoint-initialised engine, one after the other, and compare all
@@ -104,7 +104,7 @@ def load_format_table(
         build: makes an engine for a ``load_format``.
         source: makes the trainer's stream; called once per engine.
         case: the sequences of the first forward.
-        sleep_level: how the engine sleeps between start-up and the first sync.
+        sleep_level: how the engine sleeps between start-up and the first sync; None for an engine that cannot sleep.
         post_process: False reproduces engines that compute derived tensors at start-up only.
     """
     runs = {f: _first_sync(build(f), source, case, sleep_level, post_process) for f in ("dummy", "safetensors")}
@@ -124,7 +124,7 @@ def load_format_table(
     return LoadFormatTable(rows=tuple(rows))
 
 
-def _first_sync(engine: RolloutEngine, source, case: ProbeCase, sleep_level: int, post_process: bool):
+def _first_sync(engine: RolloutEngine, source, case: ProbeCase, sleep_level: int | None, post_process: bool):
     def parameters() -> dict[str, str]:
         return {name: digest(tensor) for name, tensor in engine.named_parameters()}
 
@@ -139,8 +139,9 @@ def _first_sync(engine: RolloutEngine, source, case: ProbeCase, sleep_level: int
             streamed[name] = digest(tensor)
             yield name, tensor
 
-    engine.sleep(sleep_level)
-    engine.wake()
+    if sleep_level is not None:
+        engine.sleep(sleep_level)
+        engine.wake()
     engine.update_weights(noted(), post_process=post_process)
     stages["before sharding", "parameters"] = streamed
     stages["after sharding", "parameters"] = parameters()

@@ -26,9 +26,10 @@ from alignment.numerics.random import portable_key
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
-LATENT_NORM_EPS = "latent_norm_eps"
+LATENT_NORM_EPS, TIED_HEAD = "latent_norm_eps", "tied_head"
 WAY_ROUNDS = {
     **vllm_cpu.WAY_ROUNDS,
+    TIED_HEAD: "vLLM's DeepSeek model ignores tie_word_embeddings and leaves the head uninitialised; mended by refusing it",
     LATENT_NORM_EPS: "the latent norms of MLA use rms_norm_eps; the published model uses 1e-6 whatever that says",
 }
 """Defects mended by default; see docs/live-defects.md. Leaving one out of ``way_rounds`` shows it."""
@@ -39,6 +40,34 @@ BUCKET_BYTES = 256 << 20
 LEAST_TEMPERATURE = 1e-2
 CPU_KV_CACHE_BYTES = 64 << 20
 _WORKER = "alignment.backends.vllm_worker"
+
+
+class _ProcessGroups:
+    """Engines in this process share vLLM's process groups; the last one to close takes them down."""
+
+    def __init__(self) -> None:
+        self._engines = 0
+
+    def enter(self) -> None:
+        if not self._engines and torch.distributed.is_available() and torch.distributed.is_initialized():
+            raise InputError(
+                "torch.distributed is already in use in this process",
+                where="vllm",
+                expected="a process of its own, or one without process groups",
+                next_step="use own_process=True",
+            )
+        self._engines += 1
+
+    def leave(self) -> None:
+        self._engines -= 1
+        if not self._engines:
+            from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+_GROUPS = _ProcessGroups()
 
 
 def installed_version() -> str | None:
@@ -66,11 +95,12 @@ def vllm_availability(device: Device) -> SubjectAvailability:
     return SubjectAvailability(available=True, reason=f"vllm {version} on {device.label}")
 
 
-def check_supported(config: ModelConfig, *, where: object = "model") -> None:
-    """Refuse head widths that vLLM has no MLA kernel for, before anything is loaded or trained.
+def check_supported(config: ModelConfig, *, where: object = "model", allow_tied_head: bool = False) -> None:
+    """Refuse a model that vLLM would not start or would compute wrongly, before anything is loaded or trained.
 
     Raises:
-        InputError: naming the fields, what is needed and a way to get it.
+        InputError: head widths without an MLA kernel, a tied head, or one of the two mscale fields of yarn alone; naming
+            the fields, what is needed and a way to get it.
     """
     found = (config.kv_lora_rank, config.qk_rope_head_dim)
     if found != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
@@ -80,6 +110,22 @@ def check_supported(config: ModelConfig, *, where: object = "model") -> None:
             expected=f"kv_lora_rank {KV_LORA_RANK} and qk_rope_head_dim {QK_ROPE_HEAD_DIM}",
             found=f"{found[0]} and {found[1]}",
             next_step="use a model with DeepSeek's widths; alignment.backends.engine_model makes small ones",
+        )
+    if config.tie_word_embeddings and not allow_tied_head:
+        raise InputError(
+            "vLLM's DeepSeek model ignores tie_word_embeddings: its head keeps uninitialised memory",
+            where=where,
+            expected="tie_word_embeddings false and a checkpoint with lm_head.weight",
+            next_step="store the embedding a second time as lm_head.weight",
+        )
+    scaling = config.rope_scaling
+    if scaling is not None and (scaling.mscale is None) != (scaling.mscale_all_dim is None):
+        raise InputError(
+            "transformers and vLLM disagree about a yarn configuration with one of its two mscale fields",
+            where=f"{where}: rope_scaling",
+            expected="both or neither of mscale and mscale_all_dim",
+            found=f"mscale {scaling.mscale}, mscale_all_dim {scaling.mscale_all_dim}",
+            next_step="write the other one into config.json (the published code takes 1 and 0 for them)",
         )
 
 
@@ -146,7 +192,7 @@ class VllmRollout:
             ``layerwise`` is vLLM's ``reload_weights``.
         packed: on the CPU, leave linear layers packed for oneDNN as stock; needs ``update="layerwise"``.
         detach_derived: give W_UK_T and W_UV memory of their own, as vLLM-Ascend does.
-        own_process: run the engine outside this process; always so with several ranks.
+        own_process: run the engine outside this process. Several ranks are always processes of their own.
         way_rounds: defects to mend, of :data:`WAY_ROUNDS`; all by default.
         engine_options: further arguments of ``vllm.LLM``.
 
@@ -191,11 +237,11 @@ class VllmRollout:
         if not available.available:
             raise UnavailableError(available.reason, where="vllm")
         self.config = _model_config(config, checkpoint)
-        check_supported(self.config, where=checkpoint or "model")
+        check_supported(self.config, where=checkpoint or "model", allow_tied_head=TIED_HEAD not in self.way_rounds)
         if self.device.kind == "cpu":
             self._check_cpu(enforce_eager, enable_chunked_prefill, enable_prefix_caching)
         self.tensor_parallel_size, self.expert_parallel = tensor_parallel_size, expert_parallel
-        self.in_process = tensor_parallel_size == 1 and not own_process
+        self._own_process, self.in_process = own_process, tensor_parallel_size == 1 and not own_process
         self.max_model_len = max_model_len or self.config.max_position_embeddings
         self._sleeping, self._unsynced = 0, ""
         self._folder = tempfile.TemporaryDirectory(prefix="alignment-vllm-")
@@ -286,19 +332,22 @@ class VllmRollout:
         if cpu:
             vllm_cpu.apply_settings()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_environment(VLLM_ENABLE_V1_MULTIPROCESSING="0" if self.in_process else "1"))
+            stack.enter_context(_environment(VLLM_ENABLE_V1_MULTIPROCESSING="1" if self._own_process else "0"))
             if cpu:
                 stack.enter_context(vllm_cpu.kept_threads())
                 stack.enter_context(vllm_cpu.kept_weights(keep_weights))
             from vllm import LLM
 
+            if self.in_process:
+                _GROUPS.enter()
             try:
                 self._llm = LLM(**options)
-            except (ValueError, NotImplementedError, AssertionError) as error:
+            except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
+                if self.in_process:
+                    _GROUPS.leave()
                 raise InputError(
-                    f"vLLM refuses to start: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-                    where="vllm",
-                    found=", ".join(f"{k}={v}" for k, v in options.items() if k not in ("logits_processors",)),
+                    f"vLLM does not start: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                    where=f"vllm: {options['model']}",
                 ) from error
 
     def close(self) -> None:
@@ -307,6 +356,8 @@ class VllmRollout:
         if llm is not None:
             with contextlib.suppress(Exception):
                 llm.llm_engine.engine_core.shutdown()
+            if self.in_process:
+                _GROUPS.leave()
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -456,7 +507,9 @@ class VllmRollout:
         else:
             held = self._gathered("held")
         expected = self._specification()
-        for name in [*expected, *(n for n in held if n not in expected)]:
+        # Without shared experts vLLM still builds them, of width 0.
+        extra = (n for n, tensor in held.items() if n not in expected and tensor.numel())
+        for name in [*expected, *extra]:
             if name in held:
                 tensor = held[name]
                 if name in expected and name.endswith(("embed_tokens.weight", "lm_head.weight")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 from alignment.backends import vllm_cpu
 from alignment.weights.vllm_names import Shard, unfused, unstacked_experts
+
+if os.environ.get(vllm_cpu.KEEP_WEIGHTS) == "1":
+    # A worker in a process of its own imports this before it builds its model.
+    vllm_cpu.install_keeping()
 
 DERIVED = ("W_UK_T", "W_UV")
 FORCED = "alignment_forced_tokens"
@@ -196,7 +201,7 @@ def held_shards(model: nn.Module) -> Iterator[Shard]:
             yield from _linear(name, module)
             # The router keeps its correction bias on the layer that scores.
             for extra, tensor in module.named_parameters(recurse=False):
-                if extra not in ("weight", "bias") or (extra == "bias" and tensor is not None):
+                if extra != "weight":
                     yield Shard(f"{name}.{extra}", tensor.detach(), None)
         elif "w13_weight" in module._parameters:
             yield from _experts(name, module)
@@ -219,7 +224,7 @@ def _linear(name: str, module: LinearBase) -> Iterator[Shard]:
 
 
 def _experts(name: str, module: nn.Module) -> Iterator[Shard]:
-    w13, w2 = vllm_cpu.expert_weights(module) if module.w13_weight.device.type == "cpu" else _plain_experts(module)
+    w13, w2 = vllm_cpu.expert_weights(module)
     where = getattr(module, "_expert_map", None)
     local = range(w13.shape[0])
     if where is not None:
@@ -227,6 +232,3 @@ def _experts(name: str, module: nn.Module) -> Iterator[Shard]:
     parallel = module.moe_config.moe_parallel_config
     yield from unstacked_experts(name, w13, w2, local, tensor_parallel=not parallel.use_ep and parallel.tp_size > 1)
 
-
-def _plain_experts(module: nn.Module) -> tuple[Tensor, Tensor]:
-    return module.w13_weight.data, module.w2_weight.data
