@@ -14,7 +14,7 @@ import importlib.machinery
 import sys
 import types
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from alignment.errors import InputError
@@ -31,12 +31,14 @@ class Stubs:
     Attributes:
         roots: dotted names under which every import is a stub, installed or not.
         missing: dotted names that are stubs only where the import would fail.
+        values: what names in stub modules stand for, by dotted name, where an empty class will not do.
         modules: the stub modules that were imported.
         names: the names looked up in them, dotted.
     """
 
     roots: tuple[str, ...]
     missing: tuple[str, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
     names: set[str] = field(default_factory=set)
 
@@ -89,6 +91,10 @@ class _StubModule(types.ModuleType):
         super().__init__(name, f"made up by {__name__}")
         self.__version__ = VERSION
         self._stubs = stubs
+        prefix = f"{name}."
+        for dotted, value in stubs.values.items():
+            if dotted.startswith(prefix) and "." not in dotted[len(prefix) :]:
+                setattr(self, dotted[len(prefix) :], value)
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):  # the import system and inspect probe these
@@ -104,7 +110,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._stubs, self._roots = stubs, roots
 
     def find_spec(self, fullname, path=None, target=None):
-        if not any(fullname == root or fullname.startswith(f"{root}.") for root in self._roots):
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        # Below a real package nothing is made up: packages probe for submodules they may not have.
+        if fullname not in self._roots and not isinstance(parent, _StubModule):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -116,14 +124,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def auto_stubs(roots: Iterable[str], *, missing: Iterable[str] = ()) -> Iterator[Stubs]:
+def auto_stubs(
+    roots: Iterable[str], *, missing: Iterable[str] = (), values: Mapping[str, object] | None = None
+) -> Iterator[Stubs]:
     """Answer imports under ``roots`` (always) and ``missing`` (where they would fail) with empty classes.
 
     Afterwards the stub modules are gone from ``sys.modules``; what was imported meanwhile keeps the stubs it holds.
 
     Args:
         roots: dotted names, for example ``("vllm", "torchair")``; everything below them is stubbed too.
-        missing: dotted names of optional packages and compiled parts.
+        missing: dotted names of optional packages and generated or compiled parts.
+        values: what dotted names in stub modules stand for, where an empty class will not do.
 
     Yields:
         The record of what was made up.
@@ -131,7 +142,7 @@ def auto_stubs(roots: Iterable[str], *, missing: Iterable[str] = ()) -> Iterator
     Raises:
         InputError: a real module under ``roots`` is loaded already; two copies of one package would mix.
     """
-    stubs = Stubs(roots=tuple(roots), missing=tuple(missing))
+    stubs = Stubs(roots=tuple(roots), missing=tuple(missing), values=dict(values or {}))
     for root in stubs.roots:
         if root in sys.modules:
             raise InputError(
