@@ -44,7 +44,7 @@ HELD_OUT = {"chain_sum": 400, "spell_backward": 300, "gcd": 100}
 TASK_SHARES = {"chain_sum": 0.5, "spell_backward": 0.3, "gcd": 0.2}
 BATCH, WARM_UP, DECAY, CLIP = 256, 100, 0.4, 1.0
 # steps and peak learning rate of each kind of run
-SCHEDULES = {"warm_start": (3000, 3e-3), "plateau": (1200, 1e-3), "ceiling": (800, 1e-3)}
+SCHEDULES = {"warm_start": (3000, 3e-3), "plateau": (1000, 1e-3), "ceiling": (800, 1e-3)}
 BALANCE_STEP = 1e-3
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -357,3 +359,23 @@ def test_the_stored_checkpoint_has_exactly_the_tokenizers_vocabulary():
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
     )
+
+
+def test_stored_prompts_can_be_read_and_scored_on_a_bare_machine():
+    """What a GPU recording machine has: torch, numpy, safetensors; none of the packages that made the data."""
+    script = f"""
+import sys
+for name in ("pyarrow", "reasoning_gym", "tokenizers", "math_verify", "scipy", "omegaconf", "ray", "transformers"):
+    sys.modules[name] = None
+from alignment.rl.data import PromptSampler, PromptSet, prompt_batch
+from alignment.rl.scoring import score_responses
+from alignment.rl.tokenizer import Tokenizer
+tokenizer = Tokenizer({str(CHECKPOINT)!r})
+prompts = PromptSet.load({str(DATA / "held_out")!r}, tokenizer=tokenizer)
+batch = prompt_batch(PromptSampler(prompts, batch_size=64, seed=0).next_batch(), pad_token_id=tokenizer.pad_token_id)
+digits = {{tokenizer.decode([i]): i for i in range(tokenizer.vocab_size)}}
+answers = [tokenizer.decode_response([digits[c] for c in a] + [tokenizer.eos_token_id]) for a in batch["ground_truth"]]
+print(sum(s.acc for s in score_responses(batch["data_source"], answers, batch["ground_truth"])))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ran.stdout.strip(), ran.returncode) == ("64.0", 0), ran.stderr
