@@ -38,6 +38,22 @@ def layer_cases() -> tuple[Case, ...]:
     return tuple(made)
 
 
+@cache
+def _layer_tensors(name: str, index: int) -> tuple[dict[str, torch.Size], tuple[str, ...]]:
+    """Shapes of a layer's tensors and the names of its parameters, without their memory."""
+    return _tensors_of(DecoderLayer(preset(name), index, dtype=torch.float32, device="meta"))
+
+
+@cache
+def _model_tensors(name: str) -> tuple[dict[str, torch.Size], tuple[str, ...]]:
+    return _tensors_of(CausalLM(preset(name), dtype=torch.float32, device="meta"))
+
+
+def _tensors_of(module: torch.nn.Module) -> tuple[dict[str, torch.Size], tuple[str, ...]]:
+    shapes = {key: tensor.shape for key, tensor in module.state_dict().items()}
+    return shapes, tuple(key for key, _ in module.named_parameters())
+
+
 def _weights(draw: Draw, shapes: dict[str, torch.Size], config: ModelConfig) -> Tensors:
     """Weights by name, as :func:`alignment.models.backbone.init_weights` distributes them."""
     drawn = {}
@@ -58,8 +74,7 @@ def _attributes(name: str, config: ModelConfig) -> dict:
 def _layer_case(name: str, config: ModelConfig, index: int, dtype: str) -> Case:
     moe = config.is_moe_layer(index)
     attributes = {**_attributes(name, config), "layer_index": index}
-    layer = DecoderLayer(config, index, dtype=torch.float32, device="meta")
-    shapes = {key: tensor.shape for key, tensor in layer.state_dict().items()}
+    shapes, parameters = _layer_tensors(name, index)
 
     def build(draw: Draw) -> Tensors:
         inputs = {
@@ -72,7 +87,6 @@ def _layer_case(name: str, config: ModelConfig, index: int, dtype: str) -> Case:
         cotangent = draw.normal("cotangent", *MASK.shape, config.hidden_size)
         return {**inputs, "decided": decided, "cotangent.output": cotangent * decided[..., None].to(cotangent.dtype)}
 
-    parameters = [key for key, _ in layer.named_parameters()]
     return Case(
         operator="decoder_layer",
         variant=f"{name}-{'moe' if moe else 'dense'}",
@@ -126,7 +140,7 @@ def _forward_quantities(config: ModelConfig, index: int) -> tuple[Quantity, ...]
     )
 
 
-def _gradient_quantities(config: ModelConfig, index: int, parameters: list[str]) -> tuple[Quantity, ...]:
+def _gradient_quantities(config: ModelConfig, index: int, parameters: tuple[str, ...]) -> tuple[Quantity, ...]:
     """In the order backward makes them: from the output to the input."""
     merged = {}
     for name in parameters:
@@ -172,8 +186,7 @@ def _decided_ids(draw: Draw, config: ModelConfig, weights: Tensors, margin: floa
 
 
 def _model_case(name: str, config: ModelConfig, dtype: str) -> Case:
-    model = CausalLM(config, dtype=torch.float32, device="meta")
-    shapes = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    shapes, parameters = _model_tensors(name)
 
     def build(draw: Draw) -> Tensors:
         weights = _weights(draw, shapes, config)
@@ -184,7 +197,6 @@ def _model_case(name: str, config: ModelConfig, dtype: str) -> Case:
         }
 
     hidden, tokens = config.hidden_size, MODEL_MASK.numel()
-    parameters = tuple(sorted(key for key, _ in model.named_parameters()))
     return Case(
         operator="causal_lm",
         variant=name,
@@ -205,7 +217,7 @@ def _model_case(name: str, config: ModelConfig, dtype: str) -> Case:
                 name="grad_norms",
                 module="backward",
                 kind="table",
-                labels=parameters,
+                labels=tuple(sorted(parameters)),
                 reduction_length=tokens,
                 dtype="float32",
             ),
