@@ -80,8 +80,12 @@ class Rank:
         """Streams from one stage of this worker into another, without a copy."""
         getattr(self._worker, consume)(getattr(self._worker, produce)())
 
-    def produce(self, stage: str) -> list:
-        """Puts the tensors that ``stage`` yields into the object store, in buckets, and answers with references."""
+    def produce(self, stage: str, keep: bool) -> list:
+        """Puts the tensors that ``stage`` yields into the object store, in buckets, and answers with references.
+
+        Without ``keep`` the stream is only run through: where several ranks hold one model, all of them take part in
+        gathering it, and one of them passes it on.
+        """
         import ray
 
         references, bucket, size = [], [], 0
@@ -280,7 +284,8 @@ def connect(*, address: str | None = None, debug: bool = False) -> bool:
         include_dashboard=False,
         log_to_driver=debug,
         logging_level=logging.INFO if debug else logging.ERROR,
-        **({} if address else {"object_store_memory": OBJECT_STORE_BYTES}),
+        # Ray starts an idle process per core it counts, and the workers here reserve none.
+        **({} if address else {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}),
     )
     return True
 
