@@ -25,8 +25,10 @@ WAY_ROUNDS = {
     "rope is wrong from position 1 on",
     "expert_repack": "a second process_weights_after_loading leaves the experts in the layout of the checkpoint while the "
     "kernel reads its own",
-    "tied_partial_reload": "a layerwise reload that brings only a part of a fused parameter fills the rest with "
+    "partial_reload": "a layerwise reload that brings only a part of a fused parameter fills the rest with "
     "uninitialised memory",
+    "expert_map": "the experts' kernel takes global expert numbers for local ones under expert parallelism, and reads behind "
+    "the weights of its rank",
 }
 """Defects of the CPU build that are mended here unless a test asks to see them."""
 
@@ -209,6 +211,41 @@ def pack_experts(experts: nn.Module) -> None:
     """The inverse of :func:`unpack_experts`: what vLLM's second post-processing leaves out."""
     if packs_experts(experts):
         experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading(experts)
+
+
+def install_expert_map() -> None:
+    """Give the experts' kernel local expert numbers, and weight 0 where the expert lives on another rank.
+
+    For worker processes of an engine with expert parallelism. Repeats are harmless.
+    """
+    import inspect
+
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    stock = CPUUnquantizedExperts.apply
+    if getattr(stock, "alignment", False):
+        return
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def apply(*arguments, **named) -> None:
+        bound = signature.bind(*arguments, **named)
+        given = bound.arguments
+        if given["expert_map"] is not None:
+            given["topk_ids"], given["topk_weights"] = local_choice(
+                given["topk_ids"], given["topk_weights"], given["expert_map"]
+            )
+        stock(*bound.args, **bound.kwargs)
+
+    apply.alignment = True
+    CPUUnquantizedExperts.apply = apply
+
+
+def local_choice(topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor) -> tuple[Tensor, Tensor]:
+    """Chosen experts ``[n, k]`` in the numbers of this rank; one that lives elsewhere becomes expert 0 with weight 0."""
+    local = expert_map.to(topk_ids.device)[topk_ids.long()]
+    here = local >= 0
+    return local.clamp_min(0).to(topk_ids.dtype).contiguous(), (topk_weights * here).contiguous()
 
 
 def forget_kernels(model: nn.Module) -> None:

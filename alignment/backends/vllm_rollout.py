@@ -269,14 +269,7 @@ class VllmRollout:
             **(engine_options or {}),
         }
         self._start({k: v for k, v in options.items() if v is not None}, keep_weights=not packed)
-        self._call(
-            "configure",
-            {
-                "update": update,
-                "way_rounds": sorted(self.way_rounds),
-                "latent_norm_eps": self.config.latent_norm_eps if LATENT_NORM_EPS in self.way_rounds else None,
-            },
-        )
+        self.use_way_rounds(self.way_rounds)
         if detach_derived:
             self._call("detach_derived")
 
@@ -350,6 +343,13 @@ class VllmRollout:
                     where=f"vllm: {options['model']}",
                 ) from error
 
+    def use_way_rounds(self, names: Iterable[str]) -> None:
+        """Mend these defects from now on; what was built in or patched at start-up stays."""
+        self.way_rounds = _known_way_rounds(names)
+        epsilon = self.config.latent_norm_eps if LATENT_NORM_EPS in self.way_rounds else self.config.rms_norm_eps
+        options = {"update": self.update, "way_rounds": sorted(self.way_rounds), "latent_norm_eps": epsilon}
+        self._call("configure", options)
+
     def close(self) -> None:
         """Stop the engine and its processes, and remove what it left on disk."""
         llm, self._llm = self._llm, None
@@ -414,7 +414,7 @@ class VllmRollout:
                 where="post_process",
                 next_step="use update='in_place' to leave it out",
             )
-        if partial and self.update == "layerwise" and "tied_partial_reload" in self.way_rounds:
+        if partial and self.update == "layerwise" and "partial_reload" in self.way_rounds:
             stream = self._completed(list(stream))
         seen: set[str] = set()
         began = False

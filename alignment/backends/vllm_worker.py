@@ -52,10 +52,11 @@ class WorkerExtension:
     def alignment_configure(self, options: dict) -> None:
         """``update``, ``way_rounds``, ``latent_norm_eps`` and the rest of what :class:`VllmRollout` decided."""
         self._alignment = options
-        if options["latent_norm_eps"] is not None:
-            for name, module in self._alignment_model().named_modules():
-                if isinstance(module, RMSNorm) and name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-                    module.variance_epsilon = options["latent_norm_eps"]
+        if self.device.type == "cpu" and self._alignment_mends("expert_map"):
+            vllm_cpu.install_expert_map()
+        for name, module in self._alignment_model().named_modules():
+            if isinstance(module, RMSNorm) and name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                module.variance_epsilon = options["latent_norm_eps"]
 
     def _alignment_model(self) -> nn.Module:
         return self.model_runner.get_model()
