@@ -219,4 +219,7 @@ def leave_groups() -> None:
 
     if ps.model_parallel_is_initialized():
         ps.destroy_model_parallel()
+        # 0.12 leaves these behind, and later groups then believe in ranks of the earlier ones.
+        for name in [n for n in vars(ps) if n.endswith("_GLOBAL_RANKS")]:
+            setattr(ps, name, None)
     _current = None

@@ -136,9 +136,11 @@ def transformer_engine_available(device: Device) -> bool:
     return device.kind != "cpu" and importlib.util.find_spec("transformer_engine") is not None
 
 
-def naming_of(device: Device) -> Naming:
-    """What the parameters built on ``device`` are called."""
-    return Naming.TRANSFORMER_ENGINE if transformer_engine_available(device) else Naming.LOCAL
+def naming_of(device: Device, settings: BuildSettings) -> Naming:
+    """What the parameters built on ``device`` are called, and how they are cut."""
+    if transformer_engine_available(device):
+        return Naming.TRANSFORMER_ENGINE
+    return Naming.LOCAL if "duplicated_down_projections" in settings.way_rounds else Naming.LOCAL_GATHERED
 
 
 def transformer_config(
@@ -331,13 +333,14 @@ def layer_spec(shared: Any, *, device: Device, settings: BuildSettings, **stage:
             attention.core_attention = settings.core_attention
         elif not engine:
             attention.core_attention = CausalCoreAttention
-        if not engine and "duplicated_down_projections" in settings.way_rounds:
-            # The attention recognises a linear of every rank alike by this name.
+        if engine:
+            continue
+        if not isinstance(getattr(latent, "TELinear", None), type):
+            # The attention asks whether its linears are of this class, and which of them every rank holds whole.
             latent.TELinear = DuplicatedLinear
+        if "duplicated_down_projections" in settings.way_rounds:
             attention.linear_kv_down_proj = DuplicatedLinear
             attention.linear_q_down_proj = DuplicatedLinear
-        elif not engine and getattr(latent, "TELinear", None) is None:
-            latent.TELinear = DuplicatedLinear
     return spec
 
 

@@ -89,7 +89,7 @@ class MegatronTrainingEngine:
         self.config, self.settings, self.optimizer, self.dtype = config, settings, optimizer, dtype
         self.device, self.updates = device, 0
         self._outputs, self._resident = outputs, True
-        self._naming = naming_of(device)
+        self._naming = naming_of(device, settings.build)
         self._shapes = expected_shapes(config)
         with engine_scope(device):
             self.groups: MegatronGroups = join_groups(settings.sizes, device, seed=settings.seed)
@@ -284,7 +284,7 @@ class MegatronTrainingEngine:
                     dtype=torch.float32 if parameter.is_buffer else dtype,
                 )
 
-        yield from to_hugging_face(self.config, fetch)
+        yield from to_hugging_face(self.config, fetch, self._naming)
 
     def _part_shape(self, parameter: MegatronParameter) -> tuple[int, ...]:
         shape = list(self._shapes[parameter.hf_names[0]])
@@ -301,7 +301,7 @@ class MegatronTrainingEngine:
     def _all(self) -> Iterator[MegatronParameter]:
         from alignment.weights.megatron_names import megatron_parameters
 
-        yield from megatron_parameters(self.config)
+        yield from megatron_parameters(self.config, self._naming)
 
     def _named_tensors(self, modules: Sequence[torch.nn.Module]) -> dict[tuple[int, str], Tensor]:
         """Parameters and buffers of this rank by chunk and name, after making sure that the map knows each of them."""

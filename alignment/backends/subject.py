@@ -73,6 +73,9 @@ SUBJECTS: tuple[SubjectEntry, ...] = (
         kinds=EVERY_KIND,
         target="alignment.backends.transformers_layers:TransformersLayers",
     ),
+    SubjectEntry(
+        name="megatron", layer="layer", kinds=EVERY_KIND, target="alignment.backends.megatron_layers:MegatronLayers"
+    ),
 )
 
 

@@ -184,7 +184,7 @@ def local_parameters(
     config: ModelConfig, sizes: ParallelSizes, place: Place, naming: Naming = Naming.LOCAL
 ) -> Iterator[LocalParameter]:
     """What the rank at ``place`` holds, in the order of the forward pass."""
-    for parameter in megatron_parameters(config):
+    for parameter in megatron_parameters(config, naming):
         pipeline, chunk, expert = owner(parameter, config, sizes)
         if pipeline != place.pipeline or expert not in (None, place.expert):
             continue
@@ -269,14 +269,14 @@ def to_megatron(
 
 
 def to_hugging_face(
-    config: ModelConfig, fetch: Callable[[MegatronParameter], Sequence[Tensor]]
+    config: ModelConfig, fetch: Callable[[MegatronParameter], Sequence[Tensor]], naming: Naming = Naming.LOCAL
 ) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensors, one parameter at a time.
 
     Args:
         fetch: the parts of a parameter in order of their (expert) tensor parallel ranks, wherever they come from.
     """
-    for parameter in megatron_parameters(config):
+    for parameter in megatron_parameters(config, naming):
         yield from unshard(parameter, fetch(parameter))
 
 

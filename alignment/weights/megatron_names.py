@@ -21,7 +21,8 @@ class Split(Enum):
 class Naming(Enum):
     """What a layer specification of megatron-core calls the same parameter."""
 
-    LOCAL = "megatron-core's own modules"
+    LOCAL = "megatron-core's own modules, with down projections of latent attention that every rank holds whole"
+    LOCAL_GATHERED = "megatron-core's own modules throughout: the down projections are cut by rows, their output gathered"
     TRANSFORMER_ENGINE = "Transformer Engine's fused norm + linear modules, one linear per expert"
     TRANSFORMER_ENGINE_GROUPED = "the same with grouped expert linears"
 
@@ -74,10 +75,11 @@ class MegatronParameter:
             if naming is Naming.TRANSFORMER_ENGINE_GROUPED:
                 return f"{prefix}mlp.experts.{self.suffix}{expert}"
             return f"{prefix}mlp.experts.local_experts.{expert}.{self.suffix}"
-        return prefix + (self.suffix if naming is Naming.LOCAL else self.fused_norm or self.suffix)
+        plain = naming in (Naming.LOCAL, Naming.LOCAL_GATHERED)
+        return prefix + (self.suffix if plain else self.fused_norm or self.suffix)
 
 
-def megatron_parameters(config: ModelConfig) -> Iterator[MegatronParameter]:
+def megatron_parameters(config: ModelConfig, naming: Naming = Naming.LOCAL) -> Iterator[MegatronParameter]:
     """Every parameter (and the router's bias) of ``config`` in the order of the forward pass.
 
     The names are those of megatron-core's ``GPTModel`` with multi-latent attention; compare
@@ -90,7 +92,7 @@ def megatron_parameters(config: ModelConfig) -> Iterator[MegatronParameter]:
         stage="first",
     )
     for layer in range(config.num_hidden_layers):
-        yield from _attention(config, layer)
+        yield from _attention(config, layer, Split.ROWS if naming is Naming.LOCAL_GATHERED else Split.REPLICATED)
         yield from _moe(config, layer) if config.is_moe_layer(layer) else _dense(layer)
     yield MegatronParameter(
         hf_names=("model.norm.weight",), suffix="decoder.final_layernorm.weight", split=Split.REPLICATED, stage="last"
@@ -107,12 +109,12 @@ _LATENT_NORMS = {
 }
 
 
-def _attention(config: ModelConfig, layer: int) -> Iterator[MegatronParameter]:
+def _attention(config: ModelConfig, layer: int, down: Split) -> Iterator[MegatronParameter]:
     query = (
         [("q_proj", "linear_q_proj", Split.ROWS)]
         if config.q_lora_rank is None
         else [
-            ("q_a_proj", "linear_q_down_proj", Split.REPLICATED),
+            ("q_a_proj", "linear_q_down_proj", down),
             ("q_a_layernorm", "q_layernorm", Split.REPLICATED),
             ("q_b_proj", "linear_q_up_proj", Split.ROWS),
         ]
@@ -120,7 +122,7 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[MegatronParameter]:
     yield _of_layer(layer, "input_layernorm", "input_layernorm", Split.REPLICATED)
     for hf, megatron, split in (
         *query,
-        ("kv_a_proj_with_mqa", "linear_kv_down_proj", Split.REPLICATED),
+        ("kv_a_proj_with_mqa", "linear_kv_down_proj", down),
         ("kv_a_layernorm", "kv_layernorm", Split.REPLICATED),
         ("kv_b_proj", "linear_kv_up_proj", Split.ROWS),
         ("o_proj", "linear_proj", Split.COLUMNS),
