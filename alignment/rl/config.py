@@ -108,6 +108,21 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FsdpConfig:
+    """How ``engine.train=fsdp`` shards the policy over the ranks; ignored by other engines.
+
+    ``model`` is what is sharded: ``transformers`` (what people train) or the ``golden`` model. ``reshard_after_forward`` frees
+    gathered parameters between the passes; ``activation_checkpointing`` keeps the inputs of each layer only.
+    """
+
+    model: Literal["transformers", "golden"] = "transformers"
+    reshard_after_forward: bool = True
+    activation_checkpointing: bool = False
+    attn_implementation: str = "eager"
+    experts_implementation: str = "eager"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The policy update.
 
@@ -137,6 +152,7 @@ class ActorConfig:
     grad_clip: float = 1.0
     optim: OptimSettings = field(default_factory=OptimSettings)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from alignment.rl import checkpoint, stages
 from alignment.rl.batch import Batch
 from alignment.rl.config import ActorConfig, CriticConfig, TrainConfig
 
-TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "megatron"), ("golden", "vllm")
+TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "fsdp", "megatron"), ("golden", "vllm")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -275,6 +275,14 @@ class Worker:
             return megatron_policy(
                 self.config, self._checkpoint, optimizer=optimizer, dtype=DTYPES[dtype], device=self.device
             )
+        if self.config.engine.train == "fsdp":
+            from alignment.rl.fsdp_policy import fsdp_policy
+
+            engine = fsdp_policy(
+                self.config, self._checkpoint, optimizer=optimizer, dtype=DTYPES[dtype], device=self.device
+            )
+            self._open.callback(engine.close)
+            return engine
         from alignment.backends.golden_training import GoldenTrainingEngine
 
         return GoldenTrainingEngine.from_checkpoint(

@@ -1,0 +1,35 @@
+"""The policy on FSDP2, as a run's configuration describes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from alignment.backends.fsdp_training import FsdpSettings, FsdpTrainingEngine
+from alignment.backends.training import OptimizerConfig
+from alignment.devices.base import Device
+from alignment.rl import stages
+from alignment.rl.config import TrainConfig
+
+
+def fsdp_policy(
+    config: TrainConfig, checkpoint: Path, *, optimizer: OptimizerConfig | None, dtype: torch.dtype, device: Device
+) -> FsdpTrainingEngine:
+    """The policy (or, without ``optimizer``, the reference) from ``checkpoint``; ranks are those of the process group.
+
+    Raises:
+        UnavailableError: transformers is to be trained and is not installed, or FSDP2 does not work here.
+        InputError: a model that the engine does not train.
+    """
+    policy = config.actor_rollout_ref
+    return FsdpTrainingEngine.from_checkpoint(
+        checkpoint,
+        optimizer=optimizer,
+        outputs=partial(stages.policy_outputs, temperature=policy.rollout.temperature),
+        dtype=dtype,
+        device=device,
+        settings=FsdpSettings(**dataclasses.asdict(policy.actor.fsdp_config)),
+    )
