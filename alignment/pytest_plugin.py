@@ -62,6 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=os.environ.get("ALIGNMENT_EMULATE_NPU", "") not in ("", "0"),
         help="install the emulated NPU, so that npu checks run on a CPU machine (or ALIGNMENT_EMULATE_NPU=1)",
     )
+    for plugin, option in (("MindSpeed", "--mindspeed-src"), ("vLLM-Ascend", "--vllm-ascend-src")):
+        group.addoption(
+            option,
+            action="append",
+            metavar="SOURCE",
+            help=f"drive this source of {plugin} on the emulated NPU: a tree, REPOSITORY@REVISION, a wheel or "
+            "index:VERSION (comma separated or repeated); without it what is installed",
+        )
 
 
 @dataclass

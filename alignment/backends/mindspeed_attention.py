@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.backends.plugin_process import LABEL, drive_in_process, installed_from, main
+from alignment.backends.plugin_process import LABEL, drive_in_process, failed_to_run, installed_from, main
 from alignment.backends.plugin_sources import PluginSource
 from alignment.errors import UnavailableError
 from alignment.models.attention import scaled_dot_product
@@ -97,7 +97,7 @@ def drive(root: Path, subject: str) -> list[Verdict]:
     megatron = importlib.import_module("megatron.core")
     subject = f"{subject} with megatron-core {megatron.__version__}"
     with _single_rank():
-        return [_judged(case, getattr(adaptor, FORWARD), subject) for case in CASES]
+        return [_judged_or_error(case, getattr(adaptor, FORWARD), subject) for case in CASES]
 
 
 def _importable(name: str) -> bool:
@@ -118,6 +118,13 @@ def _single_rank() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+
+
+def _judged_or_error(case: AttentionCase, forward: Any, subject: str) -> Verdict:
+    try:
+        return _judged(case, forward, subject)
+    except Exception as error:  # a form of attention the adaptor cannot do must not hide what it does to the others
+        return failed_to_run(f"mindspeed_attention.{case.name}", subject, error)
 
 
 def _judged(case: AttentionCase, forward: Any, subject: str) -> Verdict:

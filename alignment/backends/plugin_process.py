@@ -35,10 +35,10 @@ def drive_in_process(module: str, source: PluginSource, *, limit_seconds: float 
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_seconds)
         except subprocess.TimeoutExpired:
-            return [_error(module, source.subject, f"no verdict after {limit_seconds:g} s")]
+            return [_error(_check(module), source.subject, f"no verdict after {limit_seconds:g} s")]
         if not result.is_file():
             tail = " | ".join(done.stderr.strip().splitlines()[-_TAIL:])
-            return [_error(module, source.subject, f"the process ended with status {done.returncode}: {tail}")]
+            return [_error(_check(module), source.subject, f"the process ended with status {done.returncode}: {tail}")]
         answer = read_json(result)
     if "unavailable" in answer:
         raise UnavailableError(answer["unavailable"], where=source.plugin.name)
@@ -54,12 +54,9 @@ def main(module: str, drive: Callable[[Path, str], list[Verdict]]) -> None:
     except UnavailableError as error:
         answer = {"unavailable": error.problem}
     except InputError as error:
-        answer = {"verdicts": [_error(module, subject, str(error)).to_dict()]}
+        answer = {"verdicts": [_error(_check(module), subject, str(error)).to_dict()]}
     except Exception as error:  # whatever a plugin raises is the finding
-        traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        answer = {"verdicts": [_error(module, subject, reason).to_dict()]}
+        answer = {"verdicts": [failed_to_run(_check(module), subject, error).to_dict()]}
     write_json(Path(result), answer)
 
 
@@ -74,9 +71,19 @@ def installed_from(root: Path, module) -> None:
         raise InputError("another copy was imported", where=module.__name__, expected=f"a file in {root}", found=file)
 
 
-def _error(module: str, subject: str, reason: str) -> Verdict:
+def failed_to_run(check: str, subject: str, error: Exception) -> Verdict:
+    """The verdict ERROR for what a plugin raised, with its place."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return _error(check, subject, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
+
+
+def _check(module: str) -> str:
+    return f"{module.rpartition('.')[2]}.drive"
+
+
+def _error(check: str, subject: str, reason: str) -> Verdict:
     return Verdict(
-        check=f"{module.rpartition('.')[2]}.drive",
+        check=check,
         layer="layer",
         stage="operator",
         subject=subject,

@@ -233,7 +233,7 @@ def _downloaded(plugin: Plugin, version: str, folder: Path) -> Path:
         raise _not_in_index(plugin, version, f"no answer in {_DOWNLOAD_SECONDS} s") from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip found no wheel"]
+        lines = ["pip found no wheel", *filter(None, done.stderr.splitlines())]
         raise _not_in_index(plugin, version, lines[-1].removeprefix("ERROR: "))
     return wheels[0]
 

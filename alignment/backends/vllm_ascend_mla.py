@@ -34,7 +34,10 @@ DERIVED = ("W_UV", "W_UK_T")
 # torch_npu._C is compiled, and looked at when classes are made; torchair is Ascend's graph compiler.
 STUBBED = ("vllm", "torchair", "torch_npu._C")
 # Written by the plugin's build (_build_info, its compiled operators), or optional beside it.
-STUBBED_IF_MISSING = ("vllm_ascend._build_info", "vllm_ascend.vllm_ascend_C", "regex", "triton", "msgpack", "acl")
+STUBBED_IF_MISSING = (
+    *("vllm_ascend._build_info", "vllm_ascend.vllm_ascend_C"),
+    *("acl", "einops", "msgpack", "regex", "transformers", "triton"),
+)
 BUILD_INFO = {"__device_type__": "A2", "__soc_version__": "ascend910b1"}
 # dtypes of newer torch_npu releases that newer plugins look up while they are imported
 TORCH_NPU_DTYPES = ("float4_e2m1fn_x2", "float4_e1m2fn_x2", "float8_e8m0fnu", "hifloat8")

@@ -59,6 +59,10 @@ class _StubType(ABCMeta):
     def __getitem__(cls, item: object) -> type:
         return cls
 
+    def register(cls, *args: object, **kwargs: object) -> object:
+        """A registry's, not ABCMeta's: ``@Registry.register("name")``, ``@Registry.register``."""
+        return _Stub()(*args, **kwargs)
+
     def __call__(cls, *args: object, **kwargs: object) -> object:
         if vars(cls).get("_made_up") and len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType)):
             return args[0]  # used as a decorator
