@@ -1,8 +1,8 @@
 """Step time of the Ray pipeline over the same step in a plain loop: ``python benchmarks/pipeline.py [--preset NAME]``.
 
-Both run the same configuration from the same weights, so they compute the same numbers (checked); what differs is that
-one crosses process boundaries. Their steps alternate, so that a busy machine slows both down alike, and the first step of
-each, which warms up, is left out. The target is a ratio of medians of at most 1.2.
+Both run the same configuration from the same weights, so they compute the same numbers (checked); what differs is
+that one crosses process boundaries. Their steps alternate, so that a busy machine slows both down alike, and the first
+step of each, which warms up, is left out. The target is a ratio of medians of at most 1.2.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def comparison_fingerprint(config: TrainConfig, *, model: str, data: str) -> str
     fields = {
         k: v
         for k, v in flatten(config.to_dict()).items()
-        if k not in FREE_IN_COMPARISON and not k.startswith(("actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.fsdp_config."))
+        if k not in FREE_IN_COMPARISON
+        and not k.startswith(("actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.fsdp_config."))
     }
     text = json.dumps({"config": fields, "model": model, "data": data}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A training run small enough for a test: a tokenizer, a model of two layers whose answers are worth something, a few prompts."""
+"""A training run small enough for a test: a tokenizer, a model of two layers, a few prompts worth answering."""
 
 from __future__ import annotations
 
@@ -22,18 +22,31 @@ RESPONSE, PROMPT = 4, 12
 
 def model_config(tokenizer: Tokenizer) -> ModelConfig:
     return dataclasses.replace(
-        preset("tiny-moonlight"), vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, moe_intermediate_size=24,
-        num_hidden_layers=2, n_routed_experts=4, num_attention_heads=2, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=12,
-        v_head_dim=10, initializer_range=0.3, max_position_embeddings=64, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+        preset("tiny-moonlight"),
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        n_routed_experts=4,
+        num_attention_heads=2,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=10,
+        initializer_range=0.3,
+        max_position_embeddings=64,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
 
 
 def build(root: Path) -> Path:
     """Writes ``root/model`` (checkpoint and tokenizer) and ``root/prompts`` (materialised).
 
-    The head is scaled until the untrained model has favourites, of which the end of the text is one, and each prompt's reference
-    answer is what the model itself is most likely to say: so some samples of a prompt are right and others are not.
+    The head is scaled until the untrained model has favourites, of which the end of the text is one, and each prompt's
+    reference answer is what the model itself is most likely to say: so some samples are right and others are not.
     """
     questions = [f"{a} + {b} =" for a in range(4) for b in range(4)]
     tokenizer = train_tokenizer(questions * 4, root / "tokenizer", vocab_size=105)
@@ -72,13 +85,26 @@ def build(root: Path) -> Path:
 def config(root: Path, **changes) -> TrainConfig:
     """Two prompts' worth of mini batches, eight samples each; ``changes`` are dotted keys with ``__`` for the dots."""
     tree = {
-        "data.train_files": [str(root / "prompts.json")], "data.max_prompt_length": PROMPT, "data.max_response_length": RESPONSE,
-        "data.train_batch_size": 4, "actor_rollout_ref.model.path": str(root / "model"), "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-        "actor_rollout_ref.actor.clip_ratio_high": 0.28, "actor_rollout_ref.actor.optim.lr": 1e-3, "actor_rollout_ref.actor.use_dynamic_bsz": True,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64, "actor_rollout_ref.rollout.n": 8, "algorithm.adv_estimator": "grpo",
-        "reward_model.reward_manager": "dapo", "reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 1,
-        "trainer.total_training_steps": 3, "trainer.device": "cpu", "trainer.logger": ["jsonl"], "trainer.save_freq": 0,
-    }  # fmt: skip
+        "data.train_files": [str(root / "prompts.json")],
+        "data.max_prompt_length": PROMPT,
+        "data.max_response_length": RESPONSE,
+        "data.train_batch_size": 4,
+        "actor_rollout_ref.model.path": str(root / "model"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "actor_rollout_ref.actor.optim.lr": 1e-3,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
+        "actor_rollout_ref.rollout.n": 8,
+        "algorithm.adv_estimator": "grpo",
+        "reward_model.reward_manager": "dapo",
+        "reward_model.overlong_buffer.enable": True,
+        "reward_model.overlong_buffer.len": 1,
+        "trainer.total_training_steps": 3,
+        "trainer.device": "cpu",
+        "trainer.logger": ["jsonl"],
+        "trainer.save_freq": 0,
+    }
     tree.update({key.replace("__", "."): value for key, value in changes.items()})
     nested: dict = {}
     for key, value in tree.items():

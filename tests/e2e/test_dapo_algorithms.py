@@ -7,13 +7,21 @@ import dapo_world
 from alignment.rl.run import run_dapo
 
 GRPO = {
-    "actor_rollout_ref__actor__clip_ratio_high": None, "actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-mean",
-    "actor_rollout_ref__actor__use_kl_loss": True, "reward_model__reward_manager": "naive", "reward_model__overlong_buffer__enable": False,
-}  # fmt: skip
+    "actor_rollout_ref__actor__clip_ratio_high": None,
+    "actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-mean",
+    "actor_rollout_ref__actor__use_kl_loss": True,
+    "reward_model__reward_manager": "naive",
+    "reward_model__overlong_buffer__enable": False,
+}
 PPO = {
-    "algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "algorithm__use_kl_in_reward": True, "algorithm__kl_penalty": "k1",
-    "algorithm__kl_ctrl__type": "adaptive", "critic__optim__lr": 1e-3, "trainer__total_training_steps": 8,
-}  # fmt: skip
+    "algorithm__adv_estimator": "gae",
+    "algorithm__lam": 0.95,
+    "algorithm__use_kl_in_reward": True,
+    "algorithm__kl_penalty": "k1",
+    "algorithm__kl_ctrl__type": "adaptive",
+    "critic__optim__lr": 1e-3,
+    "trainer__total_training_steps": 8,
+}
 FILTER = {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "seq_reward"}
 
 

@@ -100,16 +100,17 @@ def test_dynamic_batching_changes_nothing_but_rounding(world, plain, tmp_path):
     on, off = (
         run_dapo(
             dapo_world.config(
-                world, actor_rollout_ref__model__dtype="float64", actor_rollout_ref__actor__use_dynamic_bsz=dynamic,
+                world,
+                actor_rollout_ref__model__dtype="float64",
+                actor_rollout_ref__actor__use_dynamic_bsz=dynamic,
                 actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=None if dynamic else 8,
             ),
             run_dir=tmp_path / str(dynamic),
         )
         for dynamic in (True, False)
-    )  # fmt: skip
+    )
     eps = torch.finfo(torch.float64).eps
-    # Three updates; each gradient is a sum over tokens of chains through about 30 matrix products of length ≤ vocabulary,
-    # and AdamW's division by √v may amplify a relative error of small entries by the ratio of largest to smallest: 1/eps^½.
+    # AdamW divides by √v: where a gradient is small, a rounding error of it can grow by up to 1/√eps.
     bound = eps**0.5
     for a, b in zip(on.metrics, off.metrics, strict=True):
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/pg_scale"):
@@ -186,15 +187,24 @@ def test_without_a_weight_sync_the_sleeping_engine_refuses_to_generate(world, tm
         run_dapo(dapo_world.config(world), run_dir=tmp_path)
 
 
+def test_on_a_cpu_the_run_is_repeatable_without_the_determinism_switches_too(world, plain, tmp_path):
+    loose = run_dapo(dapo_world.config(world, trainer__deterministic=False), run_dir=tmp_path)
+    assert metric_bytes(loose) == metric_bytes(plain)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_time_slicing_changes_no_bit(world, plain, tmp_path):
     awake = run_dapo(dapo_world.config(world, actor_rollout_ref__rollout__free_cache_engine=False), run_dir=tmp_path)
     assert metric_bytes(awake) == metric_bytes(plain)
 
 
-@pytest.mark.parametrize("executor, words", [
-    ("inprocess", "executor inprocess: this executor has one rank; expected 1; found 2. Next: use executor=ray"),
-    ("cluster", "executor: unknown executor; expected ray | inprocess; found cluster"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "executor, words",
+    [
+        ("inprocess", "executor inprocess: this executor has one rank; expected 1; found 2. Next: use executor=ray"),
+        ("cluster", "executor: unknown executor; expected ray | inprocess; found cluster"),
+    ],
+)
 def test_an_executor_that_cannot_do_it_says_so(world, tmp_path, executor, words):
     with pytest.raises(InputError) as error:
         run_dapo(dapo_world.config(world, trainer__n_gpus_per_node=2), run_dir=tmp_path, executor=executor)

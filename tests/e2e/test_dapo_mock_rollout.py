@@ -60,10 +60,13 @@ def test_a_run_that_goes_on_beyond_the_record_generates_and_records_the_rest(wor
     assert len(list((tmp_path / "rollouts").glob("step_*.safetensors"))) == 3
 
 
-@pytest.mark.parametrize("change, named", [
-    ({"actor_rollout_ref__rollout__temperature": 0.7}, "temperature=0.7; found temperature=1.0"),
-    ({"trainer__seed": 3}, "seed=3; found seed=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"actor_rollout_ref__rollout__temperature": 0.7}, "temperature=0.7; found temperature=1.0"),
+        ({"trainer__seed": 3}, "seed=3; found seed=1"),
+    ],
+)
 def test_a_stale_record_is_refused(world, record, tmp_path, change, named):
     with pytest.raises(InputError) as error:
         run_dapo(skipping(world, record[0], **change), run_dir=tmp_path)

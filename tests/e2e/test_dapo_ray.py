@@ -17,8 +17,10 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 TWO = {"trainer__n_gpus_per_node": 2}
 DOUBLE = {"actor_rollout_ref__model__dtype": "float64"}
 REFERENCE_AND_CRITIC = {
-    "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
-}  # fmt: skip
+    "algorithm__adv_estimator": "gae",
+    "algorithm__use_kl_in_reward": True,
+    "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
+}
 
 
 def series(result) -> bytes:
@@ -113,9 +115,11 @@ def test_a_worker_setup_reaches_every_worker_and_only_them(world, in_process, tm
 
     before = mla.softmax_scale
     broken = run_dapo(
-        dapo_world.config(world, **REFERENCE_AND_CRITIC), run_dir=tmp_path, executor="ray",
+        dapo_world.config(world, **REFERENCE_AND_CRITIC),
+        run_dir=tmp_path,
+        executor="ray",
         worker_setup="dapo_world:halve_the_softmax_scale",
-    )  # fmt: skip
+    )
     assert broken.metrics[0]["actor/entropy"] != in_process.metrics[0]["actor/entropy"]
     # Trainer and engine are broken alike: nothing between them shows it.
     assert broken.metrics[0]["training/rollout_log_probs_abs_diff_mean"] < torch.finfo(torch.float32).eps * 105

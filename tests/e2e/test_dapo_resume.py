@@ -20,11 +20,17 @@ from alignment.weights.checkpoint import load_model
 STEPS = 5
 # What a checkpoint has to carry shows only if it matters: several updates a step, a schedule, a filter, a controller.
 SETTINGS = {
-    "trainer__total_training_steps": STEPS, "trainer__save_freq": 1, "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
-    "actor_rollout_ref__actor__optim__lr_warmup_steps": 6, "actor_rollout_ref__actor__shuffle": True,
-    "algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "seq_reward",
-    "algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive",
-}  # fmt: skip
+    "trainer__total_training_steps": STEPS,
+    "trainer__save_freq": 1,
+    "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
+    "actor_rollout_ref__actor__optim__lr_warmup_steps": 6,
+    "actor_rollout_ref__actor__shuffle": True,
+    "algorithm__filter_groups__enable": True,
+    "algorithm__filter_groups__metric": "seq_reward",
+    "algorithm__adv_estimator": "gae",
+    "algorithm__use_kl_in_reward": True,
+    "algorithm__kl_ctrl__type": "adaptive",
+}
 
 KILLED = """
 import os, signal, sys
@@ -48,18 +54,25 @@ class Killer:
     def on_step(self, *arguments):
         pass
 
-run_dapo(dapo_world.config(Path({world!r}), **{settings!r}), run_dir=Path({run_dir!r}), executor={executor!r}, progress=Killer())
+config = dapo_world.config(Path({world!r}), **{settings!r})
+run_dapo(config, run_dir=Path({run_dir!r}), executor={executor!r}, progress=Killer())
 """
 
 
 def run_and_kill(
     world: Path, run_dir: Path, *, step: int, stage: str, flushes: int = 0, executor: str = "inprocess"
 ) -> None:
-    """A run in another process that dies by SIGKILL when ``stage`` of ``step`` begins, or at its n-th flush to the disk."""
+    """A run in another process that dies by SIGKILL when ``stage`` of ``step`` begins, or at its n-th flush to disk."""
     script = KILLED.format(
-        here=str(Path(__file__).parent), world=str(world), run_dir=str(run_dir), settings=SETTINGS, step=step, stage=stage,
-        flushes=flushes, executor=executor,
-    )  # fmt: skip
+        here=str(Path(__file__).parent),
+        world=str(world),
+        run_dir=str(run_dir),
+        settings=SETTINGS,
+        step=step,
+        stage=stage,
+        flushes=flushes,
+        executor=executor,
+    )
     ended = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
 
@@ -154,10 +167,16 @@ def test_another_configuration_is_refused_before_anything_is_written(world, stra
     assert series(directory) == series(straight)
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda tensors: tensors.pop("score.bias"), "lacks 1 tensor(s); expected score.bias"),
-    (lambda tensors: tensors.update(stray=torch.zeros(1)), "has 1 tensor(s) too many; expected only known names; found stray"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda tensors: tensors.pop("score.bias"), "lacks 1 tensor(s); expected score.bias"),
+        (
+            lambda tensors: tensors.update(stray=torch.zeros(1)),
+            "has 1 tensor(s) too many; expected only known names; found stray",
+        ),
+    ],
+)
 def test_a_checkpoint_with_a_missing_or_extra_tensor_is_one_clear_error(world, straight, tmp_path, change, words):
     directory = copy_until(straight, tmp_path / "run", 3)
     path = directory / "checkpoints" / "global_step_3" / "critic" / "model.safetensors"

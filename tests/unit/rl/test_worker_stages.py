@@ -33,19 +33,22 @@ def config(**changes) -> TrainConfig:
         "data": {"train_batch_size": 4, "max_response_length": 5, "max_prompt_length": 4},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 2, **changes}, "rollout": {"n": 2}},
         "algorithm": {"adv_estimator": "grpo"},
-    }  # fmt: skip
+    }
     return TrainConfig.from_dict(tree)
 
 
 DYNAMIC = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 13}
 
 
-@pytest.mark.parametrize("changes, pieces", [
-    ({"ppo_micro_batch_size_per_gpu": 1}, 4),
-    ({"ppo_micro_batch_size_per_gpu": 2}, 2),
-    ({}, 1),
-    (DYNAMIC, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, pieces",
+    [
+        ({"ppo_micro_batch_size_per_gpu": 1}, 4),
+        ({"ppo_micro_batch_size_per_gpu": 2}, 2),
+        ({}, 1),
+        (DYNAMIC, 2),
+    ],
+)
 def test_rows_come_back_in_order_whatever_the_micro_batches(make_batch, changes, pieces):
     batch, engine = make_batch(), Echo()
     outputs = stages.forward(engine, batch, stages.rollout_batching(config(**changes)), stage="old_log_prob")
@@ -58,9 +61,11 @@ def test_training_and_inference_cut_alike(make_batch):
     settings = config(**DYNAMIC)
     batch = make_batch()
     cuts = [
-        stages.rollout_batching(settings)(batch), stages.reference_batching(settings)(batch),
-        stages.update_batching(settings.actor_rollout_ref.actor)(batch), stages.update_batching(settings.critic)(batch),
-    ]  # fmt: skip
+        stages.rollout_batching(settings)(batch),
+        stages.reference_batching(settings)(batch),
+        stages.update_batching(settings.actor_rollout_ref.actor)(batch),
+        stages.update_batching(settings.critic)(batch),
+    ]
     assert all(cut == cuts[0] for cut in cuts)
 
 
@@ -125,8 +130,13 @@ def test_the_scale_of_the_loss_is_the_mean_of_advantage_times_ratio(make_batch):
 def test_an_unknown_engine_is_refused(make_batch):
     from alignment.rl.worker import Worker, WorkerSetting
 
-    settings = TrainConfig.from_dict({**config().to_dict(), "engine": {"train": "nosuch", "rollout": "golden"}, **{
-        "actor_rollout_ref": {**config().to_dict()["actor_rollout_ref"], "actor": {"ppo_mini_batch_size": 2}}}})  # fmt: skip
+    settings = TrainConfig.from_dict(
+        {
+            **config().to_dict(),
+            "engine": {"train": "nosuch", "rollout": "golden"},
+            **{"actor_rollout_ref": {**config().to_dict()["actor_rollout_ref"], "actor": {"ppo_mini_batch_size": 2}}},
+        }
+    )
     with pytest.raises(
         InputError,
         match=r"engine.train: there is no such engine in the pipeline; expected golden \| megatron; found nosuch",
