@@ -72,9 +72,13 @@ class World:
         return dict(zip(CHECKS, found, strict=True))
 
 
-def moonlight(directory: Path, **changes) -> World:
+def moonlight_config(**changes) -> ModelConfig:
     """Plain rope, no query latent, one dense and two MoE layers."""
-    return World(directory, engine_config("tiny-moonlight", num_hidden_layers=3, max_position_embeddings=256, **changes))
+    return engine_config("tiny-moonlight", num_hidden_layers=3, max_position_embeddings=256, **changes)
+
+
+def moonlight(directory: Path, **changes) -> World:
+    return World(directory, moonlight_config(**changes))
 
 
 def deepseek(directory: Path, dtype: torch.dtype = torch.float32) -> World:
