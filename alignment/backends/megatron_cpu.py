@@ -208,6 +208,13 @@ def _router_gemm(patches: Patches) -> None:
         patches.set(moe_utils, "te_general_gemm", None)
 
 
+def _engine_version(patches: Patches) -> None:
+    import megatron.core.utils as utils
+    from packaging.version import Version
+
+    patches.set(utils, "get_te_version", lambda: Version("0"))
+
+
 def _quantized_shards(patches: Patches) -> None:
     import megatron.core.optimizer.distrib_optimizer as distributed
 
@@ -269,6 +276,12 @@ SHIMS: tuple[Shim, ...] = (
         name="router_gemm",
         why="the router reads a name that is only defined with Transformer Engine",
         apply=_router_gemm,
+        versions="0.16",
+    ),
+    Shim(
+        name="engine_version",
+        why="optimizer settings compare the version of Transformer Engine, which is None where it is not installed",
+        apply=_engine_version,
         versions="0.16",
     ),
     Shim(

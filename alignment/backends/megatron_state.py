@@ -40,6 +40,9 @@ def build_optimizer(
         raise InputError(
             f"this release of megatron-core has no optimizer setting {unknown[0]!r}", where="override_optimizer_config"
         )
+    if overrides.get("optimizer_cpu_offload") and distributed and dtype is torch.bfloat16:
+        # Only so does the offloading optimizer keep the float32 main weights, on the host.
+        overrides = {"use_precision_aware_optimizer": True, **overrides}
     settings = MegatronOptimizerConfig(
         **{
             "optimizer": "adam",
@@ -202,12 +205,17 @@ def _restore(optimizer: Any, found: Mapping[str, Tensor]) -> None:
         state = {name: _like(found[f"{key}.{name}"], main, scalar=name == "step") for name in names}
         if not state:
             continue
-        inner.state[parameter] = state
-        if hasattr(inner, "param_to_inner_param"):
-            inner.state[parameter]["master_param"] = inner.param_to_inner_param[parameter]
+        if hasattr(inner, "sub_optimizers"):
+            # megatron-core's own way from here dies on a state without float32 copies (KeyError: master_param) and, where
+            # parameters are float32 themselves, on every state.
+            target = inner.param_to_inner_param[parameter]
+            holder = next(o for o in inner.sub_optimizers if any(p is target for g in o.param_groups for p in g["params"]))
+            holder.state[target] = state
+        else:
+            inner.state[parameter] = state
     for inner in _inner(optimizer):
         if hasattr(inner, "sub_optimizers"):
-            inner._sync_hdo_state_to_sub_optimizers()
+            inner._sync_sub_optimizers_state_to_hdo()
 
 
 def _like(tensor: Tensor, main: Tensor, *, scalar: bool) -> Tensor:

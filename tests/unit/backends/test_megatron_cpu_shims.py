@@ -139,6 +139,12 @@ def use_router_gemm():
     moe_utils.router_gating_linear(x, weight, None, torch.float32)
 
 
+def use_engine_version():
+    from megatron.core.utils import is_te_min_version
+
+    assert not is_te_min_version("2.1.0")
+
+
 def use_quantized_shards():
     from megatron.core.optimizer import distrib_optimizer
 
