@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import inspect
 import math
+import runpy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,14 +89,15 @@ def installed_version() -> str:
         UnavailableError: none is installed.
         InputError: it is one this adapter was never run with.
     """
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    spec = importlib.util.find_spec("megatron.core") if importlib.util.find_spec("megatron") else None
+    if spec is None or not spec.submodule_search_locations:
         raise UnavailableError(
             "megatron-core is not installed",
             where="engine.train=megatron",
             next_step="pip install 'npu-alignment[megatron]'",
         )
-    # Only the file that holds the version: importing megatron.core needs the shims on a CPU.
-    version = importlib.import_module("megatron.core.package_info").__version__
+    # Read, not imported: on an NPU MindSpeed has to be imported before megatron.core, on a CPU the shims be in force.
+    version = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "package_info.py"))["__version__"]
     check_version(version)
     return version
 
@@ -125,15 +127,15 @@ def engine_scope(device: Device) -> Iterator[None]:
             yield
         return
     if device.kind == "npu":
-        from alignment.backends.mindspeed import adapt
+        from alignment.backends.mindspeed import import_first
 
-        adapt()
+        import_first()
     yield
 
 
 def transformer_engine_available(device: Device) -> bool:
-    """Whether layers come from Transformer Engine's specification (on an NPU MindSpeed stands in for it)."""
-    return device.kind != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+    """Whether layers come from Transformer Engine's specification; on an NPU MindSpeed mends megatron-core's own."""
+    return device.kind == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
 def naming_of(device: Device, settings: BuildSettings) -> Naming:
@@ -286,6 +288,10 @@ def build_chunks(
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    if device.kind == "npu":
+        from alignment.backends.mindspeed import configure
+
+        configure(config, sizes, bf16=dtype is torch.bfloat16)
     shared = transformer_config(config, sizes, dtype=dtype, device=device, settings=settings)
     staged = "vp_stage" in inspect.signature(GPTModel.__init__).parameters
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline_model_parallel_size
@@ -331,7 +337,8 @@ def layer_spec(shared: Any, *, device: Device, settings: BuildSettings, **stage:
         attention = layer.submodules.self_attention.submodules
         if settings.core_attention is not None:
             attention.core_attention = settings.core_attention
-        elif not engine:
+        elif not engine and device.kind != "npu":
+            # On an NPU the specification's own is MindSpeed's fused attention.
             attention.core_attention = CausalCoreAttention
         if engine:
             continue
