@@ -1,4 +1,4 @@
-"""The ``alignment`` command: run, dapo, baseline, doctor. Exit codes: 0 aligned, 1 misaligned, 2 usage or environment."""
+"""Does an RL training stack compute on this device what it computes elsewhere? 0 aligned, 1 misaligned, 2 usage."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ RUNS = Path("runs")
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 baseline_app = typer.Typer(no_args_is_help=True, help="Record, list, show, compare and verify stored baselines.")
 app.add_typer(baseline_app, name="baseline")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Make a checkpoint that fits one machine or one dtype.")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 Overrides = Annotated[
     Optional[list[str]],
@@ -151,6 +153,32 @@ def dapo(
 
 
 @app.command()
+def rollout(
+    overrides: Overrides = None,
+    config: ConfigOption = "dapo-tiny",
+    device: DeviceOption = "auto",
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to answer.")] = 4,
+    emulate_npu: EmulateOption = False,
+    fault: FaultOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The rollout stage alone: bring up the engine, show what it generates, say whether the text is garbled."""
+    from alignment.faults.injection import active
+    from alignment.report.rollout_view import rollout_command
+    from alignment.report.run_directory import finite
+    from alignment.rl.config import load_config
+
+    settings = load_config(config, list(overrides or ()))
+    chosen = _device(settings.trainer.device if device == "auto" else device, emulate_npu)
+    emit = (lambda line: None) if as_json else print
+    with active(fault or []), _one_thread():
+        result = rollout_command(settings, prompts=prompts, device=_name(chosen), emit=emit)
+    if as_json:
+        print(json.dumps({"verdicts": [finite(v.to_dict()) for v in result.verdicts]}, indent=1))
+    raise typer.Exit(exit_code(result.verdicts))
+
+
+@app.command()
 def doctor(as_json: JsonOption = False, emulate_npu: EmulateOption = False) -> None:
     """Which devices and implementations are here, and why the others are not."""
     from alignment.report.doctor import examine, print_examination
@@ -217,6 +245,40 @@ def _console(to_stderr: bool):
     return Console(stderr=to_stderr)
 
 
+# Checkpoints.
+
+
+@checkpoint_app.command("fp8-to-bf16")
+def convert_fp8(source: Path, target: Path, as_json: JsonOption = False) -> None:
+    """Block-scaled FP8 weights as BF16, file by file; a killed conversion continues when it is called again."""
+    from dataclasses import asdict
+
+    from alignment.report.progress import byte_progress
+    from alignment.weights.fp8 import convert_fp8_checkpoint
+
+    with byte_progress(_console(as_json), quiet=as_json) as progress:
+        done = convert_fp8_checkpoint(source, target, progress=progress)
+    print(json.dumps(asdict(done)) if as_json else f"{target}: {done.dequantized} tensors converted, {done.copied} copied")
+
+
+@checkpoint_app.command("cut")
+def cut(
+    source: Path,
+    target: Path,
+    layers: Annotated[str, typer.Option(help="Layers to keep, in order: 0,3,60")],
+    keep_mtp: Annotated[bool, typer.Option(help="Keep the multi-token-prediction layers.")] = False,
+) -> None:
+    """A small real checkpoint from a large one: the field's way from 671B to one machine."""
+    from alignment.weights.cut import cut_checkpoint
+
+    try:
+        kept = [int(part) for part in layers.split(",")]
+    except ValueError:
+        raise InputError("layers are numbers", where="--layers", expected="0,3,60", found=layers) from None
+    cut_checkpoint(source, target, layers=kept, keep_mtp=keep_mtp)
+    print(f"{target}: {len(kept)} layers of {source}")
+
+
 # Baselines.
 
 
@@ -244,8 +306,11 @@ def record_baselines(
         cases = [] if layer == "e2e" or (case and not patterns) else find_cases(patterns, layer)
         for name in ("unit", "layer"):
             of_layer = [c for c in cases if c.layer == name]
-            known = [e.name for e in subject_entries(name) if chosen.kind in e.kinds]
-            names = [n for n in known if not subject or n in subject]
+            known = [e for e in subject_entries(name) if chosen.kind in e.kinds]
+            # One that is named and absent is an error; the others are recorded where they are there.
+            names = [
+                e.name for e in known if (e.name in subject if subject else e.load().available(chosen).available)
+            ]
             if of_layer and names:
                 done = record(
                     of_layer, chosen, BaselineStore(baseline), subjects=names, progress=lambda line: _say(console, line)

@@ -303,16 +303,16 @@ def check_params(config: pytest.Config, layer: str) -> list:
     params = []
     for name in device_names(config):
         kind = name.split(":")[0]
-        marker = DEVICE_MARKERS.get(kind)
         for entry in subject_entries(layer, names=config.stash[LEDGER].subjects):
             if kind not in entry.kinds:
                 continue
             subject = entry.load()
+            markers = [*([DEVICE_MARKERS[kind]] if kind in DEVICE_MARKERS else []), *(["engine"] if entry.engine else [])]
             params += [
                 pytest.param(
                     CheckParameter(case, entry.name, name),
                     id=f"{case.id}-{entry.name}-{name}",
-                    marks=[getattr(pytest.mark, marker)] if marker else [],
+                    marks=[getattr(pytest.mark, marker) for marker in markers],
                 )
                 for case in cases(layer)
                 if subject.supports(case)

@@ -26,7 +26,9 @@ Attributes = Mapping[str, object]
 
 SKETCH_COLUMNS = 8
 UPDATE_SAMPLES = 2048
-ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+# The first step of Adam is g/(|g| + eps): with the usual 1e-8 an entry that has next to no gradient turns its rounding
+# into a sign, and the noise of the step hides everything else.
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-5, "weight_decay": 0.01}
 
 
 class GoldenLayers:

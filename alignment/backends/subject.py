@@ -47,12 +47,16 @@ class Subject(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectEntry:
-    """Where a subject lives; its module is imported when the subject is first used."""
+    """Where a subject lives; its module is imported when the subject is first used.
+
+    ``engine`` is True for one that needs an optional engine: its checks carry the marker of that name.
+    """
 
     name: str
     layer: str
     kinds: tuple[str, ...]
     target: str
+    engine: bool = False
 
     def load(self) -> Subject:
         module, _, attribute = self.target.partition(":")
@@ -74,7 +78,11 @@ SUBJECTS: tuple[SubjectEntry, ...] = (
         target="alignment.backends.transformers_layers:TransformersLayers",
     ),
     SubjectEntry(
-        name="megatron", layer="layer", kinds=EVERY_KIND, target="alignment.backends.megatron_layers:MegatronLayers"
+        name="megatron",
+        layer="layer",
+        kinds=EVERY_KIND,
+        target="alignment.backends.megatron_layers:MegatronLayers",
+        engine=True,
     ),
 )
 

@@ -17,6 +17,7 @@ from alignment.numerics.budget import ENVELOPE_FACTOR, ERROR_RATIO, ERROR_RATIO_
 from alignment.numerics.perturbation import one_ulp
 from alignment.numerics.random import portable_permutation
 
+MANY_ELEMENTS = 1024
 INPUTS, ULP, ORDER = "other inputs", "one-ulp inputs", "order of reductions"
 
 
@@ -122,13 +123,13 @@ def precision_of(case: Case, quantity_dtype: str | None, declared: Precision | N
     return Precision(**{**declared.to_dict(), "compute": quantity_dtype})
 
 
-def factor_of(case: Case, metric: str) -> float:
+def factor_of(case: Case, metric: str, elements: int) -> float:
     """How many times the baseline's noise is allowed.
 
-    A norm over a tensor hardly fluctuates between runs: 1.5 for the operators an LLM lives on, else 2. The largest of many
-    errors does, and takes the factor of an envelope of few runs.
+    A norm over many elements hardly fluctuates between runs: 1.5 for the operators an LLM lives on, else 2. The largest
+    error, and a norm over few elements, depend on single ones and take the factor of an envelope of few runs.
     """
-    if metric != "relative_l2":
+    if metric != "relative_l2" or elements < MANY_ELEMENTS:
         return ENVELOPE_FACTOR
     return ERROR_RATIO_LLM if case.llm_operator else ERROR_RATIO
 
@@ -147,7 +148,7 @@ def budgets(
                 metric=f"{quantity.name} {metric}",
                 dtype=precision_of(case, quantity.dtype, declared),
                 reduction_length=quantity.reduction_length,
-                factor=factor_of(case, metric),
+                factor=factor_of(case, metric, golden[quantity.name].numel()),
                 unit=unit,
                 scale=size_of(quantity, golden[quantity.name]) if metric == "max_abs" else 1.0,
             )

@@ -241,6 +241,13 @@ def test_a_subject_named_but_nowhere_run_is_told_and_required(project):
     assert project.runpytest(*chosen, "--require").ret != pytest.ExitCode.OK
 
 
+def test_checks_by_an_optional_engine_carry_its_marker(pytestconfig):
+    from alignment.pytest_plugin import LEDGER, check_params
+
+    by_engine = {p.values[0].subject: "engine" in [m.name for m in p.marks] for p in check_params(pytestconfig, "layer")}
+    assert pytestconfig.stash[LEDGER].subjects or by_engine == {"torch": False, "transformers": False, "megatron": True}
+
+
 def test_the_emulated_npu_runs_npu_checks_in_a_process_of_its_own(project, monkeypatch):
     monkeypatch.setenv("ALIGNMENT_CACHE", CACHE)
     result = project.runpytest_subprocess("-m", "npu", "--emulate-npu", "--require", "-v")

@@ -14,7 +14,7 @@ from alignment.backends.torch_operators import FORWARD
 from alignment.baseline import record as recording
 from alignment.baseline.check import check_case
 from alignment.baseline.diff import Change, changes, diff
-from alignment.baseline.noise import INPUTS, ORDER, ULP, measure_noise, perturbations
+from alignment.baseline.noise import INPUTS, MANY_ELEMENTS, ORDER, ULP, factor_of, measure_noise, perturbations
 from alignment.baseline.provenance import Provenance, content_hash, installed_packages, provenance_of, source_commit, tensors_hash
 from alignment.baseline.record import complete, record, refuse_unfit
 from alignment.baseline.store import BaselineStore, load
@@ -149,10 +149,16 @@ def test_recording_again_changes_no_value_of_the_same_machine(recorded, the, cpu
     assert [str(c) for c in again.changes] == []
 
 
+def test_the_factor_is_tighter_for_norms_over_many_elements_and_for_llm_operators(the):
+    llm, other, many = the("swiglu-float32"), the("embedding-float32"), MANY_ELEMENTS
+    assert factor_of(llm, "relative_l2", many) < factor_of(other, "relative_l2", many) < factor_of(llm, "max_abs", many)
+    assert factor_of(llm, "relative_l2", many - 1) == factor_of(llm, "max_abs", many)
+
+
 def test_a_changed_value_is_shown_before_and_after(recorded, the, cpu, monkeypatch):
     from alignment.baseline import noise
 
-    monkeypatch.setattr(noise, "factor_of", lambda case, metric: 10.0)
+    monkeypatch.setattr(noise, "factor_of", lambda case, metric, elements: 10.0)
     again = record([the("swiglu-float32")], cpu, recorded)
     changed = [c for c in again.changes if c.value == "quantities.output.budgets.relative_l2.value"]
     assert len(changed) == 1 and " → " in str(changed[0]) and "(+" in str(changed[0])
