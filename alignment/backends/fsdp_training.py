@@ -224,7 +224,7 @@ class FsdpTrainingEngine:
         """The micro batches, then idle ones up to the number that every rank runs."""
         counts = self._gather_numbers(len(micro_batches))
         if min(counts) == 0:
-            raise InputError("a rank has no micro batch", where=stage, expected="at least one", found=f"by rank: {counts}")
+            raise InputError("a rank has no micro batch", where=stage, expected="at least one", found=f"{counts} by rank")
         yield from ((batch, False) for batch in micro_batches)
         yield from ((micro_batches[-1], True) for _ in range(max(counts) - len(micro_batches)))
 
@@ -526,7 +526,9 @@ def gradient_scale(device: Device) -> float:
             found=f"{low:.6g} to {high:.6g}",
             next_step="use another release of torch, or engine.train=golden",
         )
-    return 1.0 / high if world_size & (world_size - 1) else 2.0 ** round(-math.log2(high))
+    # The mean over three ranks is rounded; the number of ranks is not.
+    nearest = round(2.0 / high) / 2.0
+    return nearest if abs(nearest * high - 1.0) <= 4 * torch.finfo(torch.float32).eps else 1.0 / high
 
 
 def _join_group(device: Device) -> bool:

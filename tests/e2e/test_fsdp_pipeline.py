@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,14 +135,21 @@ def test_a_checkpoint_of_another_engine_is_refused(world, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ray_ranks_train_the_curve_of_one(world, record, ray_cluster, tmp_path):
-    """Sharded over two actors, which hold a half each: the same replay within the same budgets, killed and resumed or not."""
+def test_two_ray_ranks_train_the_curve_of_one_and_resume(world, record, ray_cluster, tmp_path):
+    """Sharded over two actors, which hold a half each: within the same budgets, and identical when a run is taken up."""
     rollouts, golden, allowed = record
-    two = {**FSDP, "trainer__n_gpus_per_node": 2, "trainer__save_freq": 1}
-    ours = replay_steps(dapo_world.config(world, **two), record=rollouts, run_dir=tmp_path / "two", executor="ray")
+    skip = {"actor_rollout_ref__rollout__skip__enable": True, "actor_rollout_ref__rollout__skip__dump_dir": str(rollouts)}
+    settings = dapo_world.config(world, **FSDP, **skip, trainer__n_gpus_per_node=2, trainer__save_freq=1)
+    ours = run_dapo(settings, run_dir=tmp_path / "straight", executor="ray")
     for step in range(STEPS):
         for metric, error in errors(ours.metrics[step], golden.metrics[step]).items():
             measure = allowed[step][metric].judge(error, run_seed=JUDGED)
             assert measure.within, f"step {step + 1}: {measure}"
-    half = sorted((tmp_path / "two" / "checkpoints" / f"global_step_{STEPS}" / "actor").glob("shard_rank_*.safetensors"))
-    assert [path.name for path in half] == ["shard_rank_0.safetensors", "shard_rank_1.safetensors"]
+    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(tmp_path / "killed" / "checkpoints" / f"global_step_{step}")
+    run_dapo(settings, run_dir=tmp_path / "killed", executor="ray")
+    assert series(tmp_path / "killed") == series(tmp_path / "straight")
+    ends = [d / "checkpoints" / f"global_step_{STEPS}" / "actor" for d in (tmp_path / "killed", tmp_path / "straight")]
+    for file in ("model.safetensors", "shard_rank_0.safetensors", "shard_rank_1.safetensors"):
+        assert (ends[0] / file).read_bytes() == (ends[1] / file).read_bytes()

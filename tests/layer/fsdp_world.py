@@ -95,15 +95,15 @@ class Golden:
 
 
 def run_case(case: dict, rank: int, world_size: int) -> tuple[dict, dict]:
-    """Numbers and tensors of one case; equal on every rank. ``uneven`` gives rank 0 fewer and larger micro batches."""
+    """Numbers and tensors of one case; equal on every rank. ``uneven`` gives rank 0 fewer and larger micro batches,
+    ``wrong_scale`` multiplies the gradients."""
     import torch.distributed as dist
 
     config = preset(case["preset"])
     state = weights(config, getattr(torch, case.get("dtype", "float32")))
     recorded = Recorded()
     engine = fsdp_engine(config, state, case, outputs=recorded)
-    if "gradient_scale" in case:
-        engine.gradient_scale = case["gradient_scale"]
+    engine.gradient_scale *= case.get("wrong_scale", 1.0)
     exported = all(torch.equal(t, state[n]) for n, t in engine.export_weights())
     batches = share(replayed_rows(config), rank, world_size)
     if case.get("uneven") and rank == 0:

@@ -28,8 +28,8 @@ ON_TWO = {
     "keep_gathered": {"model": "golden", "preset": "tiny-deepseek", "reshard_after_forward": False},
     "uneven": {"model": "golden", "preset": "tiny-deepseek", "uneven": True},
 }
-# FSDP2 left to itself takes means over the ranks.
-MEANS = {"means": {"model": "golden", "preset": "tiny-deepseek", "gradient_scale": 1.0}}
+# FSDP2 is meant to take means over the ranks: half of the sum.
+MEANS = {"means": {"model": "golden", "preset": "tiny-deepseek", "wrong_scale": 0.5}}
 CASES = {**ON_ONE, **ON_TWO, **MEANS}
 
 
@@ -102,8 +102,16 @@ def test_means_instead_of_sums_are_caught_by_the_gradients(results, golden):
     reference = golden("tiny-deepseek")
     errors = reference.gradient_errors(results["means"]["tensors"])
     wrong = [errors[name] for name in used(reference)]
-    assert wrong and min(wrong) > 0.4 and results["golden"]["gradient_scale"] == 2.0
+    assert wrong and min(wrong) > 0.4
     assert results["means"]["norms"][0] == pytest.approx(reference.norms[0] / 2, rel=LOSS_BAR)
+
+
+@pytest.mark.xfail(
+    torch.__version__.startswith("2.7.1"), strict=True, reason="torch 2.7.1: FSDP2's means over gloo are twice the mean"
+)
+def test_torch_itself_takes_means(results):
+    """The defect that the engine measures and corrects: all other tests here pass on this release too."""
+    assert results["golden"]["gradient_scale"] == 2.0
 
 
 def test_recomputing_activations_changes_no_bit(results):
@@ -114,7 +122,7 @@ def test_recomputing_activations_changes_no_bit(results):
 @pytest.mark.parametrize("scale", [2.0, 0.5])
 def test_a_wrong_reduction_is_caught_on_one_rank_too(golden, scale):
     with fsdp_world.alone():
-        _, tensors = fsdp_world.run_case({**ON_ONE["one_golden"], "gradient_scale": scale}, 0, 1)
+        _, tensors = fsdp_world.run_case({**ON_ONE["one_golden"], "wrong_scale": scale}, 0, 1)
     reference = golden("tiny-deepseek")
     errors = reference.gradient_errors(tensors)
     assert min(errors[name] for name in used(reference)) > GRADIENT_BAR
