@@ -52,7 +52,8 @@ class WorkerExtension:
     def alignment_configure(self, options: dict) -> None:
         """``update``, ``way_rounds``, ``latent_norm_eps`` and the rest of what :class:`VllmRollout` decided."""
         self._alignment = options
-        if self.device.type == "cpu" and self._alignment_mends("expert_map"):
+        shared_out = self.vllm_config.parallel_config.enable_expert_parallel
+        if self.device.type == "cpu" and shared_out and self._alignment_mends("expert_map"):
             vllm_cpu.install_expert_map()
         for name, module in self._alignment_model().named_modules():
             if isinstance(module, RMSNorm) and name.endswith(("q_a_layernorm", "kv_a_layernorm")):
