@@ -31,7 +31,8 @@ def drive_in_process(module: str, source: PluginSource, *, limit_seconds: float 
     with tempfile.TemporaryDirectory(prefix="alignment-drive-") as folder:
         result = Path(folder) / "verdicts.json"
         command = [sys.executable, "-m", module, str(source.root), source.subject, str(result)]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        # No bytecode: a source tree is not this project's to write to.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_seconds)
         except subprocess.TimeoutExpired:
@@ -58,6 +59,20 @@ def main(module: str, drive: Callable[[Path, str], list[Verdict]]) -> None:
     except Exception as error:  # whatever a plugin raises is the finding
         answer = {"verdicts": [failed_to_run(_check(module), subject, error).to_dict()]}
     write_json(Path(result), answer)
+
+
+def install_emulated_npu() -> None:
+    """Install the emulated NPU in the driven process.
+
+    Raises:
+        UnavailableError: it cannot be had: no compiler, or a real torch_npu is installed.
+    """
+    from alignment.devices import emulated_npu
+
+    try:
+        emulated_npu.install()
+    except InputError as error:
+        raise UnavailableError(error.problem, where=LABEL) from error
 
 
 def installed_from(root: Path, module) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.backends.plugin_process import LABEL, drive_in_process, installed_from, main
+from alignment.backends.plugin_process import LABEL, drive_in_process, install_emulated_npu, installed_from, main
 from alignment.backends.plugin_sources import PluginSource
 from alignment.backends.weight_sync import bytes_of, reachable_tensors
 from alignment.devices.aliasing import facts, sentinel_seen, shares_storage
@@ -92,10 +92,9 @@ class _Linear(nn.Module):
 
 def drive(root: Path, subject: str) -> list[Verdict]:
     """The process's side of :func:`check_vllm_ascend`."""
-    from alignment.devices import emulated_npu
     from alignment.devices.emulated_npu.import_stubs import auto_stubs
 
-    emulated_npu.install()
+    install_emulated_npu()
     import torch_npu
 
     for name in TORCH_NPU_DTYPES:

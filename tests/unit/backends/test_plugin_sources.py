@@ -197,3 +197,15 @@ def test_which_sources_are_asked_for():
     assert asked_sources(MINDSPEED, ["a,b", "c"], environment) == ["a", "b", "c"]
     assert asked_sources(MINDSPEED, None, environment) == ["x", "y@z"]
     assert asked_sources(MINDSPEED, None, {}) == []
+
+
+def test_a_machine_with_the_real_torch_npu_is_unavailable_not_wrong(monkeypatch):
+    from alignment.backends.plugin_process import install_emulated_npu
+    from alignment.devices import emulated_npu
+
+    def refuse():
+        raise InputError("the NPU is not emulated where the real torch_npu is installed", where="torch_npu/__init__.py")
+
+    monkeypatch.setattr(emulated_npu, "install", refuse)
+    with pytest.raises(UnavailableError, match="npu \\(emulated\\): the NPU is not emulated where the real torch_npu"):
+        install_emulated_npu()
