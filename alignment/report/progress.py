@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,6 +79,23 @@ def training_progress(console: Console, *, quiet: bool) -> Iterator[TrainingProg
     """Progress of ``alignment dapo``."""
     with _bars(console, quiet) as (shown, bars):
         yield TrainingProgress(shown, bars)
+
+
+@contextlib.contextmanager
+def byte_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A function to be called with what is in work, the bytes that are done and the bytes in all."""
+    with _bars(console, quiet) as (shown, bars):
+        task = bars.add_task("bytes", total=None, note="") if bars is not None else None
+        last = [time.monotonic()]
+
+        def report(name: str, done: int, total: int) -> None:
+            if bars is not None:
+                bars.update(task, completed=done, total=total, note=name)
+            elif shown is not None and time.monotonic() - last[0] > QUIET_SECONDS:
+                last[0] = time.monotonic()
+                shown.print(f"{name}: {done / max(total, 1):.0%}", markup=False, highlight=False)
+
+        yield report
 
 
 @contextlib.contextmanager

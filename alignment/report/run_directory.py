@@ -17,7 +17,9 @@ SCHEMA = 1
 
 
 def new_run_directory(root: Path, *, requested: Path | None = None) -> Path:
-    """A fresh directory for one run: ``root/<UTC time>-<4 hex digits>``, or ``requested`` where one was asked for.
+    """The name of a fresh directory for one run: ``root/<UTC time>-<4 hex digits>``, or ``requested`` if one was asked for.
+
+    It is made by what is first written into it: a run that is refused leaves nothing behind.
 
     Raises:
         InputError: ``requested`` already holds a run.
@@ -25,12 +27,9 @@ def new_run_directory(root: Path, *, requested: Path | None = None) -> Path:
     if requested is not None:
         if (requested / VERDICTS).exists():
             raise InputError("the directory already holds a finished run", where=requested, next_step="name another --run-dir")
-        requested.mkdir(parents=True, exist_ok=True)
         return requested
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
-    directory = root / f"{stamp}-{secrets.token_hex(2)}"
-    directory.mkdir(parents=True)
-    return directory
+    return root / f"{stamp}-{secrets.token_hex(2)}"
 
 
 def write_verdicts(directory: Path, verdicts: Iterable[Verdict]) -> Path:
