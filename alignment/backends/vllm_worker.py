@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +129,8 @@ class WorkerExtension:
         for module in attentions_of(self._alignment_model()).values():
             for name in DERIVED:
                 copy = getattr(module, name).detach().clone(memory_format=torch.contiguous_format)
-                setattr(module, name, nn.Parameter(copy, requires_grad=False))
+                is_parameter = isinstance(getattr(module, name), nn.Parameter)
+                setattr(module, name, nn.Parameter(copy, requires_grad=False) if is_parameter else copy)
 
     # --- what the engine holds -------------------------------------------------------------------------------------
 
@@ -167,21 +169,25 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if "w13_weight" in module._parameters}
 
 
-def attentions_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The MLA modules with absorbed projections, by the checkpoint's name of their attention."""
-    return {
-        name.split(".self_attn")[0] + ".self_attn": module
-        for name, module in model.named_modules()
-        if getattr(module, "W_UV", None) is not None
-    }
+def attentions_of(model: nn.Module) -> dict[str, Any]:
+    """What holds the absorbed projections, by the checkpoint's name of the attention.
+
+    That is the MLA module in current releases, and its ``impl`` (no module) in earlier ones and in vLLM-Ascend.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        for holder in (module, getattr(module, "impl", None)):
+            if getattr(holder, "W_UV", None) is not None:
+                found.setdefault(name.split(".self_attn")[0] + ".self_attn", holder)
+    return found
 
 
-def derived_of(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """(module, attribute) of every derived tensor by full name."""
-    return {f"{name}.{q}": (module, q) for name, module in attentions_of(model).items() for q in DERIVED}
+def derived_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """(holder, attribute) of every derived tensor by full name."""
+    return {f"{name}.{q}": (holder, q) for name, holder in attentions_of(model).items() for q in DERIVED}
 
 
-def recompute(attention: nn.Module, quantity: str) -> Tensor:
+def recompute(attention: Any, quantity: str) -> Tensor:
     """``W_UK_T [h, qk_nope, kv_lora]`` or ``W_UV [h, kv_lora, v]`` from ``kv_b_proj.weight`` as it is now, in fresh memory."""
     nope, value = attention.qk_nope_head_dim, attention.v_head_dim
     per_head = attention.kv_b_proj.weight.detach().reshape(-1, nope + value, attention.kv_lora_rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import types
 
 import pytest
 import torch
@@ -92,6 +93,12 @@ def test_an_untested_release_is_refused_on_the_cpu(monkeypatch):
     vllm_cpu.require_tested("0.32.0")
 
 
+def test_a_release_without_forced_decoding_is_refused_everywhere(monkeypatch):
+    monkeypatch.setattr(vllm_rollout, "installed_version", lambda: "0.9.1")
+    npu = dataclasses.replace(get_device("cpu"), kind="npu")
+    assert vllm_availability(npu).reason == "vllm 0.9.1 cannot force tokens through decode steps; 0.11 is the first that can"
+
+
 def test_an_ascend_device_needs_the_ascend_plugin(installed, monkeypatch):
     npu = dataclasses.replace(get_device("cpu"), kind="npu")
     real = importlib.util.find_spec
@@ -126,3 +133,34 @@ def test_the_least_temperature_is_that_of_the_installed_release():
     sampling = pytest.importorskip("vllm.sampling_params")
     assert sampling._MAX_TEMP == vllm_rollout.LEAST_TEMPERATURE
     assert sampling.SamplingParams(temperature=0.001).temperature == vllm_rollout.LEAST_TEMPERATURE
+
+
+@pytest.mark.engine
+def test_absorbed_projections_are_found_on_the_module_and_on_its_implementation():
+    """Current releases hold them on the module; earlier ones and vLLM-Ascend on an object that is none."""
+    pytest.importorskip("vllm", reason="vllm is not installed")
+    vllm_cpu.apply_settings()
+    from alignment.backends import vllm_worker
+
+    kv_b = torch.nn.Linear(6, 2 * (3 + 4), bias=False).requires_grad_(False)
+
+    def holds(holder) -> None:
+        holder.W_UV, holder.W_UK_T, holder.kv_b_proj = torch.zeros(2, 6, 4), torch.zeros(2, 3, 6), kv_b
+        holder.qk_nope_head_dim, holder.v_head_dim, holder.kv_lora_rank = 3, 4, 6
+
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for layer in model.layers:
+        layer.self_attn = torch.nn.Module()
+        layer.self_attn.mla_attn = torch.nn.Module()
+    holds(model.layers[0].self_attn.mla_attn)
+    model.layers[1].self_attn.mla_attn.impl = types.SimpleNamespace()
+    holds(model.layers[1].self_attn.mla_attn.impl)
+    found = vllm_worker.derived_of(model)
+    assert list(found) == [f"layers.{i}.self_attn.{q}" for i in (0, 1) for q in ("W_UK_T", "W_UV")]
+    for holder, quantity in found.values():
+        assert vllm_worker.recompute(holder, quantity).shape == getattr(holder, quantity).shape
+    per_head = kv_b.weight.view(2, 7, 6)
+    holder, _ = found["layers.1.self_attn.W_UV"]
+    assert torch.equal(vllm_worker.recompute(holder, "W_UV")[1], per_head[1, 3:].T)
+    assert torch.equal(vllm_worker.recompute(holder, "W_UK_T")[1], per_head[1, :3])
