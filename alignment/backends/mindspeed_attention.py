@@ -1,9 +1,9 @@
 """MindSpeed's own flash-attention adaptor, run on the emulated NPU: which scale does it hand to the kernel?
 
-The adaptor replaces ``DotProductAttention.forward`` of megatron-core. Before commit a25e413e (branch 2.2.0_core_r0.12.1)
-it handed ``npu_fusion_attention`` 1/√(head width) where the module had a ``softmax_scale`` of its own; with latent
-attention that scale has another head width and YaRN's mscale in it, so every layer attended too flatly. The scale is
-read from the log of what reached the operator, and the output and its gradients are compared with float64 golden.
+The adaptor replaces ``DotProductAttention.forward`` of megatron-core. Before commit a25e413e (of the branch
+2.2.0_core_r0.12.1) it handed ``npu_fusion_attention`` 1/√(head width) where the module had a ``softmax_scale`` of its
+own; with latent attention that scale has another head width and YaRN's mscale in it. The scale is read from the log of
+what reached the operator, and the output and its gradients are compared with float64 golden.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def drive(root: Path, subject: str) -> list[Verdict]:
     """The process's side of :func:`check_mindspeed`."""
     for name in ("megatron.core", "einops"):
         if not _importable(name):
-            raise UnavailableError(f"{name} is not installed, and MindSpeed's attention is made of it", where="MindSpeed")
+            problem = f"{name} is not installed, and MindSpeed's attention is made of it"
+            raise UnavailableError(problem, where="MindSpeed")
     from alignment.devices.emulated_npu.import_stubs import auto_stubs
 
     install_emulated_npu()
@@ -257,8 +258,10 @@ def _attend(
     case: AttentionCase, inputs: dict[str, Tensor], scale: float, dtype: torch.dtype, order: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Golden attention and its gradients in ``dtype``; ``order`` [t] permutes the keys, which changes rounding only."""
-    query, key, value, gradient = (inputs[n].to(dtype).permute(1, 2, 0, 3) for n in ("query", "key", "value", "gradient"))
-    query, key, value = (t.clone().requires_grad_() for t in (query, key, value))
+    query, key, value, gradient = (
+        inputs[name].to(dtype).permute(1, 2, 0, 3).clone() for name in ("query", "key", "value", "gradient")
+    )
+    query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
     tokens = query.shape[2]
     order = torch.arange(tokens) if order is None else order
     sequence = (

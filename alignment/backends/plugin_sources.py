@@ -101,7 +101,7 @@ class PluginSource:
 
 
 def asked_sources(plugin: Plugin, given: list[str] | None = None, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The sources named on the command line (repeated or comma separated), else in the plugin's variable; may be empty."""
+    """The sources named on the command line (repeated or comma separated), else in the variable; may be empty."""
     values = given or ([environ[plugin.variable]] if environ.get(plugin.variable) else [])
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
@@ -110,11 +110,11 @@ def asked_sources(plugin: Plugin, given: list[str] | None = None, environ: Mappi
 def opened(plugin: Plugin, text: str | None = None) -> Iterator[PluginSource]:
     """The source that ``text`` names, unpacked where it must be and taken away afterwards.
 
-    ``text`` is a source tree; ``REPOSITORY@REVISION`` of a git repository, bare or not, which is never checked out but
-    read with ``git archive``; a wheel; ``index:VERSION`` for a wheel of the package index; or None for what is installed.
+    ``text`` is a source tree; ``REPOSITORY@REVISION`` of a git repository, bare or not, read with ``git archive``; a
+    wheel; ``index:VERSION`` for a wheel of the package index; or None for what is installed.
 
     Raises:
-        UnavailableError: nothing is named and nothing is installed, or the index cannot be reached or lacks the version.
+        UnavailableError: nothing is named and nothing is installed, or the index is out of reach or lacks the version.
         InputError: what is named is not the plugin's source.
     """
     with tempfile.TemporaryDirectory(prefix="alignment-plugin-") as folder:
@@ -134,7 +134,8 @@ def _located(plugin: Plugin, text: str | None, folder: Path) -> PluginSource:
     if not text:
         return _installed(plugin)
     if text.startswith(INDEX):
-        return _wheel(plugin, _downloaded(plugin, text[len(INDEX) :], folder), folder, origin="wheel of the package index")
+        wheel = _downloaded(plugin, text[len(INDEX) :], folder)
+        return _wheel(plugin, wheel, folder, origin="wheel of the package index")
     path = Path(text).expanduser()
     if path.is_dir():
         return _tree(plugin, path)

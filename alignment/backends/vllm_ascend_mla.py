@@ -1,8 +1,9 @@
-"""vLLM-Ascend's own MLA post-processing, run on the emulated NPU: are ``W_UV`` and ``W_UK_T`` right, and do they stay so?
+"""vLLM-Ascend's own MLA post-processing, run on the emulated NPU: are its derived tensors right, and do they stay so?
 
-``AscendMLAImpl.process_weights_after_loading`` splits ``kv_b_proj`` into the two matrices of absorbed attention and makes
-them contiguous. They are copies: a weight update in place, which is what a reinforcement-learning sync does, does not
-reach them until it runs again, and decode goes on with the old policy while prefill uses the new one.
+``AscendMLAImpl.process_weights_after_loading`` splits ``kv_b_proj`` into the two matrices of absorbed attention,
+``W_UV`` and ``W_UK_T``, and makes them contiguous. They are copies: a weight update in place, which is what a
+reinforcement-learning sync does, does not reach them until it runs again, and decode goes on with the old policy while
+prefill uses the new one.
 
 The class is made without its constructor, which wants a whole vLLM; what the method reads is set by hand, and what the
 file imports of vLLM is stubbed. The method touches tensors only, and only tensors are asserted on.
@@ -73,7 +74,7 @@ def expected_tensors(weight: Tensor, shape: MLAShape) -> dict[str, Tensor]:
     """``W_UV`` [n, l, v] and ``W_UK_T`` [n, p, l] from ``kv_b_proj.weight`` [n · (p + v), l], in fresh memory.
 
     n heads, l = ``kv_lora_rank``, p = ``qk_nope_head_dim``, v = ``v_head_dim``. Source: DeepSeek-V2, arXiv:2405.04434,
-    section 2.1.2 (W^UK and W^UV absorbed into the query and output projections), in the layout vLLM's MLA backend names.
+    section 2.1.2 (W^UK and W^UV absorbed into the query and output projections), in the layout of vLLM's MLA backend.
     """
     p, v = shape.qk_nope_head_dim, shape.v_head_dim
     per_head = weight.detach().reshape(shape.num_heads, p + v, shape.kv_lora_rank)

@@ -64,8 +64,8 @@ class _StubType(ABCMeta):
         return _Stub()(*args, **kwargs)
 
     def __call__(cls, *args: object, **kwargs: object) -> object:
-        if vars(cls).get("_made_up") and len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType)):
-            return args[0]  # used as a decorator
+        if vars(cls).get("_made_up") and _decorates(args, kwargs):
+            return args[0]
         return super().__call__(*args, **kwargs)
 
 
@@ -75,15 +75,17 @@ class _Stub(metaclass=_StubType):
             super().__init__()  # a plugin class may inherit from a stub and from a real class
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType)):
-            return args[0]
-        return _Stub()
+        return args[0] if _decorates(args, kwargs) else _Stub()
 
     def __getattr__(self, name: str) -> object:
         # A class of the plugin that inherits from a stub must miss the attributes it does not have.
         if name.startswith("__") or not (type(self) is _Stub or vars(type(self)).get("_made_up")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _Stub()
+
+
+def _decorates(args: tuple, kwargs: Mapping) -> bool:
+    return len(args) == 1 and not kwargs and isinstance(args[0], (type, types.FunctionType))
 
 
 def _stub_class(name: str, module: str) -> type:

@@ -1,4 +1,4 @@
-"""Finding a plugin's source: trees, revisions, wheels, the index, what is installed, and what is said where there is none."""
+"""Finding a plugin's source: trees, revisions, wheels, the index, an installation, and what is said without one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def _wheel(folder, plugin, version="9.9.9", **files):
     information = f"{plugin.package}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(plugin.driven, "a = 1\n")
-        archive.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {plugin.distribution}\nVersion: {version}\n")
+        metadata = f"Metadata-Version: 2.1\nName: {plugin.distribution}\nVersion: {version}\n"
+        archive.writestr(f"{information}/METADATA", metadata)
         archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{information}/RECORD", "")
     return path
@@ -111,7 +112,6 @@ def test_a_tree_without_history_is_identified_by_its_file(tmp_path, name, text):
     _write(tmp_path, VLLM_ASCEND)
     (tmp_path / name).write_text(text)
     with opened(VLLM_ASCEND, str(tmp_path)) as source:
-        # sha256 of "a = 1\n"
         assert source.subject == f"vLLM-Ascend 1.2rc3 (source tree, sha256 of mla_v1.py {source.digest[:12]})"
         assert len(source.digest) == 64
     other = tmp_path / "other"
@@ -160,8 +160,8 @@ def test_without_a_source_and_without_an_installation(monkeypatch):
     with pytest.raises(UnavailableError) as absent, opened(MINDSPEED):
         pass
     assert str(absent.value) == (
-        "MindSpeed: no source of MindSpeed was given and mindspeed is not installed. Next: pass --mindspeed-src PATH (or "
-        "set ALIGNMENT_MINDSPEED_SRC)"
+        "MindSpeed: no source of MindSpeed was given and mindspeed is not installed. Next: pass --mindspeed-src PATH "
+        "(or set ALIGNMENT_MINDSPEED_SRC)"
     )
 
 
@@ -182,8 +182,8 @@ def test_what_is_no_source_is_one_clear_error(kind, repository, tmp_path):
         "revision": (f"{repository}@nowhere", "the repository does not have that revision (or is no git repository)"),
         "other project": (
             str(tmp_path),
-            f"{tmp_path}: not a source of MindSpeed; expected {MINDSPEED.driven}; found broken.whl, repository. Next: pass "
-            "the folder that holds mindspeed/ with --mindspeed-src",
+            f"{tmp_path}: not a source of MindSpeed; expected {MINDSPEED.driven}; found broken.whl, repository. Next: "
+            "pass the folder that holds mindspeed/ with --mindspeed-src",
         ),
         "not a wheel": (str(tmp_path / "broken.whl"), "not a wheel (File is not a zip file)"),
     }[kind]

@@ -113,6 +113,6 @@ def test_a_package_that_is_loaded_already_is_refused():
     with pytest.raises(InputError) as refused, auto_stubs(("json",)):
         pass
     assert str(refused.value) == (
-        "json: cannot be stubbed because it is imported already. Next: stub it in a process of its own, before anything "
-        "imports it"
+        "json: cannot be stubbed because it is imported already. Next: stub it in a process of its own, before "
+        "anything imports it"
     )
