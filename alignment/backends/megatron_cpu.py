@@ -30,7 +30,9 @@ class Patches:
         missing = name not in vars(owner)
         before = None if missing else vars(owner)[name]
         setattr(owner, name, value)
-        self._undo.append(functools.partial(delattr, owner, name) if missing else functools.partial(setattr, owner, name, before))
+        self._undo.append(
+            functools.partial(delattr, owner, name) if missing else functools.partial(setattr, owner, name, before)
+        )
 
     def enter(self, context: Any) -> None:
         """Enters a context that is left on :meth:`undo`."""
@@ -125,7 +127,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class CudaToCpu(TorchFunctionMode):
-    """Answers requests for CUDA tensors with CPU tensors, and lets ``Tensor.type()`` name the class megatron-core expects."""
+    """Answers requests for CUDA tensors with CPU tensors; ``Tensor.type()`` names the class that is expected."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -188,7 +190,9 @@ def _uneven_collectives(patches: Patches) -> None:
             target.copy_(part[:count])
         return None
 
-    def reduce_scatter(output: torch.Tensor, input_list: list, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any) -> Any:
+    def reduce_scatter(
+        output: torch.Tensor, input_list: list, op: Any = dist.ReduceOp.SUM, group: Any = None, **others: Any
+    ) -> Any:
         rows = [len(t) if t.dim() else 1 for t in input_list]
         if len(set(rows)) == 1:
             return scatter(output, input_list, op=op, group=group, **others)
@@ -249,8 +253,14 @@ SHIMS: tuple[Shim, ...] = (
         why="asking torch.cuda for the current device, its memory or a synchronisation raises without a driver",
         apply=_device_module,
     ),
-    Shim(name="streams", why="shared experts, the dispatcher and the optimizer make CUDA streams and events", apply=_streams),
-    Shim(name="generators", why="the tracker of random states reads and sets those of the CUDA device", apply=_generators),
+    Shim(
+        name="streams",
+        why="shared experts, the dispatcher and the optimizer make CUDA streams and events",
+        apply=_streams,
+    ),
+    Shim(
+        name="generators", why="the tracker of random states reads and sets those of the CUDA device", apply=_generators
+    ),
     Shim(
         name="tensors",
         why="schedules, optimizers and rope make tensors on device 'cuda' and recognise dtypes by CUDA tensor types",
@@ -261,7 +271,9 @@ SHIMS: tuple[Shim, ...] = (
         why="fused functions are compiled on their first call, with a C++ compiler and for more than a minute",
         apply=_eager,
     ),
-    Shim(name="norm", why="the torch norm refuses sequence parallelism and does not mark its weight for it", apply=_norm),
+    Shim(
+        name="norm", why="the torch norm refuses sequence parallelism and does not mark its weight for it", apply=_norm
+    ),
     Shim(
         name="split_sizes",
         why="the all-to-all dispatcher turns only CUDA tensors into the numbers that the collective takes",

@@ -98,7 +98,8 @@ class MegatronGroups:
     def gather_context(self, x: Tensor) -> Tensor:
         """``x`` [b, s/c] of every context rank as [b, s] in the order of positions; differentiable.
 
-        Every context rank computes the same loss from the result, so each takes only the gradient of its own part: the sum
+        Every context rank computes the same loss from the result, so each takes only the gradient of its own part:
+        the sum
         over context ranks is then the gradient of the loss.
         """
         if self.sizes.context_parallel_size == 1:
@@ -106,7 +107,7 @@ class MegatronGroups:
         return _GatherContext.apply(x, self._context)
 
     def gather_vocabulary(self, logits: Tensor) -> Tensor:
-        """``logits`` [b, s, v/t] of every tensor parallel rank as [b, s, v]; differentiable, same loss on every rank."""
+        """``logits`` [b, s, v/t] of every tensor parallel rank as [b, s, v]; differentiable, same loss everywhere."""
         if self.sizes.tensor == 1:
             return logits
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -114,7 +115,13 @@ class MegatronGroups:
         return gather_from_tensor_model_parallel_region(logits)
 
     def parts(
-        self, parameter: MegatronParameter, config: ModelConfig, held: Tensor | None, *, shape: Sequence[int], dtype: torch.dtype
+        self,
+        parameter: MegatronParameter,
+        config: ModelConfig,
+        held: Tensor | None,
+        *,
+        shape: Sequence[int],
+        dtype: torch.dtype,
     ) -> list[Tensor]:
         """The parts of ``parameter`` in order of their tensor parallel ranks, on every rank.
 
@@ -196,7 +203,10 @@ def join_groups(sizes: ParallelSizes, device: Device, *, seed: int = 1) -> Megat
     needed = sizes.model_parallel
     if dist.get_world_size() % needed:
         raise InputError(
-            "unsupported parallel size", where="the number of ranks", expected=f"a multiple of {needed}", found=dist.get_world_size()
+            "unsupported parallel size",
+            where="the number of ranks",
+            expected=f"a multiple of {needed}",
+            found=dist.get_world_size(),
         )
     ps.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tensor,

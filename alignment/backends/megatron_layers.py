@@ -1,4 +1,4 @@
-"""The subject ``megatron``: megatron-core's decoder layer and small model on the device, observed where its modules can be hooked."""
+"""The subject ``megatron``: megatron-core's decoder layer and small model, observed where modules can be hooked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from alignment.backends.case import Case, Tensors, checked
-from alignment.backends.golden_layers import hooked, layer_gradients, masked_layer_observations, model_observations, weights_of
+from alignment.backends.golden_layers import (
+    hooked,
+    layer_gradients,
+    masked_layer_observations,
+    model_observations,
+    weights_of,
+)
 from alignment.backends.megatron_groups import join_groups
 from alignment.backends.megatron_model import BuildSettings, build_chunks, engine_scope, installed_version, naming_of
 from alignment.backends.subject import EVERY_KIND, SubjectAvailability
 from alignment.devices.base import Device
 from alignment.errors import InputError, UnavailableError
 from alignment.models.config import ModelConfig, preset
-from alignment.weights.megatron_layout import LocalParameter, ParallelSizes, Place, local_parameters, to_megatron, unshard
+from alignment.weights.megatron_layout import (
+    LocalParameter,
+    ParallelSizes,
+    Place,
+    local_parameters,
+    to_megatron,
+    unshard,
+)
 
 ONE_RANK = ParallelSizes()
 
@@ -52,20 +65,26 @@ class MegatronLayers:
         device.synchronize()
         return checked(case, observed, self.name, partial=True)
 
-    def _model(self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: Device) -> tuple[nn.Module, Any]:
+    def _model(
+        self, config: ModelConfig, weights: Tensors, dtype: torch.dtype, device: Device
+    ) -> tuple[nn.Module, Any]:
         join_groups(ONE_RANK, device)
         [model] = build_chunks(config, ONE_RANK, dtype=dtype, device=device, settings=self.settings)
         tensors = dict(model.named_parameters())
         held = {**tensors, **dict(model.named_buffers())}
         locals_ = list(local_parameters(config, ONE_RANK, Place(), naming_of(device, self.settings)))
         with torch.no_grad():
-            for local, tensor in to_megatron(config, ONE_RANK, Place(), weights.items(), naming_of(device, self.settings)):
+            for local, tensor in to_megatron(
+                config, ONE_RANK, Place(), weights.items(), naming_of(device, self.settings)
+            ):
                 held[local.name].copy_(tensor)
         return model.train(), [local for local in locals_ if local.name in tensors]
 
     def _decoder_layer(self, inputs: Tensors, case: Case, device: Device) -> Tensors:
         whole, index = preset(case.attributes["preset"]), case.attributes["layer_index"]
-        config = dataclasses.replace(whole, num_hidden_layers=1, first_k_dense_replace=0 if whole.is_moe_layer(index) else 1)
+        config = dataclasses.replace(
+            whole, num_hidden_layers=1, first_k_dense_replace=0 if whole.is_moe_layer(index) else 1
+        )
         zeros = torch.zeros(config.vocab_size, config.hidden_size)
         weights = {
             "model.embed_tokens.weight": zeros,
@@ -87,16 +106,17 @@ class MegatronLayers:
         gradients = torch.autograd.grad(found["output"], leaves, inputs["cotangent.output"], allow_unused=True)
         gradients = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients)]
         named = under_hf_names(of_layer, gradients[1:], prefix="model.layers.0.")
-        return {**masked_layer_observations(found, inputs), **layer_gradients(config, {"hidden": gradients[0], **named})}
+        return {
+            **masked_layer_observations(found, inputs),
+            **layer_gradients(config, {"hidden": gradients[0], **named}),
+        }
 
     def _causal_lm(self, inputs: Tensors, case: Case, device: Device) -> Tensors:
         config = preset(case.attributes["preset"])
         model, parameters = self._model(config, weights_of(inputs), case.torch_dtype, device)
         front = Front(inputs["attention_mask"])
         found: Tensors = {}
-        hooks = {
-            layer: _keep_rows(found, f"layers.{i}", front) for i, layer in enumerate(model.decoder.layers)
-        }
+        hooks = {layer: _keep_rows(found, f"layers.{i}", front) for i, layer in enumerate(model.decoder.layers)}
         ids = front.pack(inputs["input_ids"])
         with hooked(hooks):
             logits = front.unpack(model(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids), None))

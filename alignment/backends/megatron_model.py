@@ -27,9 +27,10 @@ from alignment.weights.megatron_names import Naming
 VERSIONS = ("0.12.", "0.13.", "0.16.")
 
 WAY_ROUNDS = {
-    "duplicated_down_projections": "without Transformer Engine, the down projections of MLA are gathered over tensor parallel "
-    "ranks, and the gradient that the shared rotary key gets from the other ranks' heads is lost",
-    "group_score_of_two": "groups of experts are ranked by the sum of their best topk // group_topk scores, not of their best two",
+    "duplicated_down_projections": "without Transformer Engine, the down projections of MLA are gathered over tensor "
+    "parallel ranks, and the gradient that the shared rotary key gets from the other ranks' heads is lost",
+    "group_score_of_two": "groups of experts are ranked by the sum of their best topk // group_topk scores, not of "
+    "their best two",
     "latent_norm_eps": "the latent norms use rms_norm_eps; the published model uses 1e-6 whatever that says",
     "softmax_mscale": "0.12 scales the softmax by mscale instead of mscale_all_dim",
 }
@@ -157,7 +158,18 @@ def transformer_config(
 
     if not config.norm_topk_prob and config.num_experts_per_tok > 1:
         raise InputError(
-            "megatron-core always normalises sigmoid routing weights", where="norm_topk_prob", expected=True, found=False
+            "megatron-core always normalises sigmoid routing weights",
+            where="norm_topk_prob",
+            expected=True,
+            found=False,
+        )
+    uneven = sizes.num_layers_in_first_pipeline_stage is None and sizes.num_layers_in_last_pipeline_stage is not None
+    if installed_version().startswith("0.12.") and sizes.virtual > 1 and uneven:
+        raise InputError(
+            "this release of megatron-core numbers the layers of such stages wrongly",
+            where="num_layers_in_last_pipeline_stage with virtual_pipeline_model_parallel_size",
+            expected="num_layers_in_first_pipeline_stage too",
+            found=installed_version(),
         )
     if config.tie_word_embeddings:
         raise InputError("the adapter keeps the head apart", where="tie_word_embeddings", expected=False, found=True)
@@ -169,7 +181,8 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Although a checkpoint replaces every value: initialising is also what marks a weight as cut over tensor ranks, and
+        # Although a checkpoint replaces every value: initialising is also what marks a weight as cut over tensor ranks,
+        # and
         # an unmarked one is missing from the gradient norm.
         "perform_initialization": True,
         "calculate_per_token_loss": True,
@@ -225,7 +238,8 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
             moe_router_topk_scaling_factor=config.routed_scaling_factor,
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
-            # The checkpoint's bias is part of the policy; an update by load would change it behind the optimizer's back.
+            # The checkpoint's bias is part of the policy; an update by load would change it behind the optimizer's
+            # back.
             moe_router_bias_update_rate=0.0,
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",
@@ -238,9 +252,16 @@ def _shape(config: ModelConfig) -> dict[str, Any]:
 def _rope(config: ModelConfig, known: set[str]) -> dict[str, Any]:
     yarn = config.rope_scaling
     # 0.13 renamed the field.
-    original = "original_max_position_embeddings" if "original_max_position_embeddings" in known else "max_position_embeddings"
+    original = (
+        "original_max_position_embeddings" if "original_max_position_embeddings" in known else "max_position_embeddings"
+    )
     if yarn is None:
-        return {"rope_type": "rope", "rotary_base": config.rope_theta, "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+        return {
+            "rope_type": "rope",
+            "rotary_base": config.rope_theta,
+            "rotary_scaling_factor": 1.0,
+            "mscale_all_dim": 0.0,
+        }
     # Without both fields the table is scaled by YaRN's own factor, which is what 1 and 0 give.
     both = bool(yarn.mscale and yarn.mscale_all_dim)
     return {
@@ -324,7 +345,7 @@ def build_chunks(
 
 
 def layer_spec(shared: Any, *, device: Device, settings: BuildSettings, **stage: Any) -> Any:
-    """The layers of one chunk: Transformer Engine's where it is installed, else megatron-core's own with mended parts."""
+    """The layers of one chunk: Transformer Engine's where it is installed, else megatron-core's own, mended."""
     import megatron.core.transformer.multi_latent_attention as latent
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -369,7 +390,7 @@ def _mend(model: nn.Module, config: ModelConfig, settings: BuildSettings) -> Non
 
 
 def latent_softmax_scale(config: ModelConfig) -> float:
-    """mscale² / √(width of a query head), with the mscale of ``mscale_all_dim`` (DeepSeek-V3, ``modeling_deepseek.py``)."""
+    """mscale² / √(query head width), mscale that of ``mscale_all_dim`` (DeepSeek-V3, ``modeling_deepseek.py``)."""
     from alignment.models.rope import softmax_mscale
 
     return softmax_mscale(config.rope_scaling) ** 2 / math.sqrt(config.q_head_dim)
@@ -389,7 +410,9 @@ def _with_scores_of_two(routing: Any, *args: Any, **kwargs: Any) -> Any:
 def group_limited_topk(
     scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
 ) -> tuple[Tensor, Tensor]:
-    """The best ``topk`` experts of the ``group_topk`` groups whose best two scores sum highest (arXiv:2412.19437, 2.1.2).
+    """The best ``topk`` experts of the ``group_topk`` groups whose best two scores sum highest.
+
+    DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
 
     Same arguments and results as megatron-core's function of this name.
     """
@@ -435,8 +458,10 @@ class CausalCoreAttention(nn.Module):
         # megatron-core reads the attribute of every core attention.
         self.hidden_size_per_attention_head = 0
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: Any) -> Tensor:
-        """``query``, ``key`` [s, b, h, d], ``value`` [s, b, h, v] of this rank's part of the sequence to [s, b, h·v]."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        """``query``, ``key`` [s, b, h, d] and ``value`` [s, b, h, v] of this rank's tokens to [s, b, h·v]."""
         from megatron.core import parallel_state
 
         size = parallel_state.get_context_parallel_world_size()
@@ -478,7 +503,7 @@ class GatherSequence(torch.autograd.Function):
 
 
 def zigzag(length: int, size: int, rank: int) -> Tensor:
-    """The positions of a context parallel rank: of 2·size equal pieces the ``rank``-th and the ``rank``-th from the end."""
+    """Positions of a context parallel rank: of 2·size equal pieces the ``rank``-th from either end."""
     if size == 1:
         return torch.arange(length)
     pieces = torch.arange(length).view(2 * size, -1)

@@ -105,14 +105,15 @@ def save(engine: Any, directory: Path) -> None:
     from safetensors.torch import save_file
 
     from alignment.files import write_atomically
-    from alignment.weights.checkpoint import expected_shapes
+    from alignment.weights.checkpoint import SINGLE_FILE, expected_shapes
     from alignment.weights.indexed_save import save_stream
-    from alignment.weights.checkpoint import SINGLE_FILE
 
     directory.mkdir(parents=True, exist_ok=True)
     stream = engine.export_weights()
     if engine.groups.rank == 0:
-        save_stream(directory / WEIGHTS, engine.config, stream, index=dict.fromkeys(expected_shapes(engine.config), SINGLE_FILE))
+        save_stream(
+            directory / WEIGHTS, engine.config, stream, index=dict.fromkeys(expected_shapes(engine.config), SINGLE_FILE)
+        )
         write_json(directory / LAYOUT, {"updates": engine.updates, **_layout(engine)})
     else:
         for _ in stream:
@@ -186,11 +187,14 @@ def _check(path: Path, found: Mapping[str, Tensor], optimizer: Any, *, started: 
                 f"the optimizer state lacks {key}",
                 where=path,
                 expected="main parameters and both moments of every parameter",
-                next_step="the state of an offloading optimizer must hold its float32 main parameters (master_param) too",
+                next_step="an offloading optimizer's state must hold its float32 main parameters (master_param) too",
             )
         if tuple(found[key].shape) != shape:
             raise InputError(
-                "a tensor of the optimizer state does not fit", where=f"{path} · {key}", expected=shape, found=tuple(found[key].shape)
+                "a tensor of the optimizer state does not fit",
+                where=f"{path} · {key}",
+                expected=shape,
+                found=tuple(found[key].shape),
             )
     extra = sorted(k for k in found if k.rsplit(".", 1)[0] not in {e.rsplit(".", 1)[0] for e in expected})
     if extra:
@@ -206,10 +210,13 @@ def _restore(optimizer: Any, found: Mapping[str, Tensor]) -> None:
         if not state:
             continue
         if hasattr(inner, "sub_optimizers"):
-            # megatron-core's own way from here dies on a state without float32 copies (KeyError: master_param) and, where
+            # megatron-core's own way from here dies on a state without float32 copies (KeyError: master_param) and,
+            # where
             # parameters are float32 themselves, on every state.
             target = inner.param_to_inner_param[parameter]
-            holder = next(o for o in inner.sub_optimizers if any(p is target for g in o.param_groups for p in g["params"]))
+            holder = next(
+                o for o in inner.sub_optimizers if any(p is target for g in o.param_groups for p in g["params"])
+            )
             holder.state[target] = state
         else:
             inner.state[parameter] = state
@@ -230,7 +237,7 @@ def complete_gradients(chunks: Sequence[Any], distributed: bool) -> None:
     import torch.distributed as dist
 
     for chunk in chunks:
-        for buffer in itertools.chain(chunk.buffers, chunk.expert_parallel_buffers):
+        for buffer in _flat_buffers(chunk):
             group = buffer.data_parallel_group
             size = dist.get_world_size(group)
             if size == 1:
@@ -240,8 +247,15 @@ def complete_gradients(chunks: Sequence[Any], distributed: bool) -> None:
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
-def park(modules: Sequence[Any], chunks: Sequence[Any], optimizer: Any) -> Callable[[], None]:
-    """Moves every tensor of a model and its optimizer to the host; the result brings them back.
+def _flat_buffers(chunk: Any) -> Iterator[Any]:
+    """megatron-core's flat buffers of a wrapped chunk; a frozen one has none."""
+    # The wrapper keeps them under the name of a method of torch's modules.
+    if not callable(chunk.buffers):
+        yield from itertools.chain(chunk.buffers, chunk.expert_parallel_buffers)
+
+
+def park(modules: Sequence[Any], chunks: Sequence[Any], optimizer: Any, *, device_kind: str) -> Callable[[], None]:
+    """Moves every tensor that a model and its optimizer have on the device to the host; the result brings them back.
 
     Parameters and gradients that are views of megatron-core's flat buffers stay so: the buffer's storage is emptied and
     filled again in place.
@@ -249,14 +263,14 @@ def park(modules: Sequence[Any], chunks: Sequence[Any], optimizer: Any) -> Calla
     storages: dict[int, Tensor] = {}
 
     def note(tensor: Tensor | None) -> None:
-        if tensor is not None and tensor.numel():
+        if tensor is not None and tensor.numel() and tensor.device.type == device_kind:
             storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     for module in modules:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             note(tensor.data)
     for chunk in chunks:
-        for buffer in itertools.chain(getattr(chunk, "buffers", ()) if not callable(getattr(chunk, "buffers", None)) else (), getattr(chunk, "expert_parallel_buffers", ())):
+        for buffer in _flat_buffers(chunk):
             note(buffer.param_data)
             note(buffer.grad_data)
     if optimizer is not None:

@@ -21,8 +21,8 @@ from alignment.devices.base import Device
 from alignment.errors import InputError
 from alignment.models.config import ModelConfig
 from alignment.weights.checkpoint import expected_shapes, iter_tensors, load_config
-from alignment.weights.megatron_layout import ParallelSizes, local_parameters, owner, to_hugging_face, to_megatron
-from alignment.weights.megatron_names import MegatronParameter, Split
+from alignment.weights.megatron_layout import ParallelSizes, local_parameters, to_hugging_face, to_megatron
+from alignment.weights.megatron_names import MegatronParameter, Split, megatron_parameters
 
 TokenOutputs = Callable[[Tensor, Tensor], Outputs]
 """``log_probs`` and ``entropy`` [b, s] of the next tokens [b, s] under logits [b, s, v]."""
@@ -63,7 +63,8 @@ class MegatronTrainingEngine:
 
     Raises:
         UnavailableError: megatron-core is not installed.
-        InputError: another release of it, sizes that do not fit the model or the ranks, a setting it does not compute, or
+        InputError: another release of it, sizes that do not fit the model or the ranks, a setting it does not
+        compute, or
             a tensor that is missing or does not fit.
     """
 
@@ -113,8 +114,8 @@ class MegatronTrainingEngine:
         with engine_scope(self.device), torch.no_grad():
             for chunk in self.chunks:
                 chunk.eval()
-            shared, mine = self._exchange(micro_batches)
-            results = self._run(shared, None, forward_only=True)
+            shared, mine, count = self._exchange(micro_batches)
+            results = self._run(shared, None, count=count, forward_only=True)
         own = [results[i][0] for i in mine]
         for outputs, micro_batch in zip(own, micro_batches):
             require_finite(outputs, micro_batch, stage=stage)
@@ -132,7 +133,8 @@ class MegatronTrainingEngine:
         """One optimizer step over one mini batch. See :class:`~alignment.backends.training.TrainingEngine`.
 
         Args:
-            observe_gradients: gets the gradient of every parameter under its Hugging Face name, summed over micro batches
+            observe_gradients: gets the gradient of every parameter under its Hugging Face name, summed over micro
+                batches
                 and ranks, before clipping; it has to read the stream to its end, on every rank.
 
         Raises:
@@ -146,8 +148,8 @@ class MegatronTrainingEngine:
                 chunk.train()
                 chunk.zero_grad_buffer()
             self._megatron_optimizer.zero_grad()
-            shared, mine = self._exchange(micro_batches)
-            results = self._run(shared, loss, forward_only=False)
+            shared, mine, count = self._exchange(micro_batches)
+            results = self._run(shared, loss, count=count, forward_only=False)
             totals: dict[str, float] = {}
             for index, micro_batch in zip(mine, micro_batches):
                 outputs, metrics = results[index]
@@ -162,7 +164,9 @@ class MegatronTrainingEngine:
                 if parameter_grad_norms:
                     norms = {name: float(torch.linalg.vector_norm(g.float())) for name, g in self._gradients()}
             grad_norm, learning_rate = self._step(stage)
-        return UpdateReport(metrics=totals, grad_norm=grad_norm, learning_rate=learning_rate, parameter_grad_norms=norms)
+        return UpdateReport(
+            metrics=totals, grad_norm=grad_norm, learning_rate=learning_rate, parameter_grad_norms=norms
+        )
 
     def _step(self, stage: str) -> tuple[float, float]:
         optimizer = self._megatron_optimizer
@@ -177,8 +181,8 @@ class MegatronTrainingEngine:
         self.updates += 1
         return norm, rate
 
-    def _exchange(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[dict[str, Tensor]], list[int]]:
-        """The micro batches of the replica, padded with idle ones to the number every rank runs, and which are this rank's."""
+    def _exchange(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[dict[str, Tensor]], range, int]:
+        """The micro batches of the replica, which of them are ours, and how many every rank has to run."""
         host = [{name: tensor.cpu() for name, tensor in batch.items()} for batch in micro_batches]
         by_rank = self.groups.share_in_replica(host)
         shared = [batch for batches in by_rank for batch in batches]
@@ -189,14 +193,16 @@ class MegatronTrainingEngine:
             count = math.ceil(count / stages) * stages
         if not shared:
             raise InputError("there is no micro batch", where="megatron")
-        idle = [shared[-1]] * (count - len(shared))
-        self._idle_from = len(shared)
-        return shared + idle, list(range(start, start + len(host)))
+        return shared, range(start, start + len(host)), count
 
-    def _run(self, shared: Sequence[MicroBatch], loss: LossFunction | None, *, forward_only: bool) -> list[tuple[dict, dict]]:
+    def _run(
+        self, shared: Sequence[MicroBatch], loss: LossFunction | None, *, count: int, forward_only: bool
+    ) -> list[tuple[dict, dict]]:
         """Outputs (host) and metrics of every micro batch, on every rank of the replica."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
+        # Idle passes repeat the last micro batch, for nothing.
+        real, shared = len(shared), [*shared, *[shared[-1]] * (count - len(shared))]
         rows = [_Rows(batch) for batch in shared]
         length = self._length(max(r.longest for r in rows))
         height = max(len(r.lengths) for r in rows)
@@ -221,7 +227,7 @@ class MegatronTrainingEngine:
                 if loss is not None:
                     on_device = {name: tensor.to(device) for name, tensor in shared[number].items()}
                     value, metrics = loss(outputs, on_device)
-                    if number >= self._idle_from:
+                    if number >= real:
                         value = value * 0.0
                 results.append(
                     ({k: v.detach().cpu() for k, v in outputs.items()}, {k: float(v) for k, v in metrics.items()})
@@ -244,15 +250,16 @@ class MegatronTrainingEngine:
             forward_only=forward_only,
         )
         if self.settings.sizes.pipeline_model_parallel_size > 1:
-            results = next(r for r in self.groups.share_in_replica(results if self.groups.last_stage else None) if r is not None)
+            results = next(
+                r for r in self.groups.share_in_replica(results if self.groups.last_stage else None) if r is not None
+            )
         return results
 
     def _length(self, longest: int) -> int:
+        """Tokens per row: ``longest`` rounded up to what tensor and context parallel ranks can share out."""
         sizes = self.settings.sizes
         multiple = sizes.tensor * (2 * sizes.context_parallel_size if sizes.context_parallel_size > 1 else 1)
-        length = math.ceil(longest / multiple) * multiple
-        # Pipeline stages exchange tensors of one size; expert parallel ranks may differ.
-        return length
+        return math.ceil(longest / multiple) * multiple
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -299,8 +306,6 @@ class MegatronTrainingEngine:
         yield from local_parameters(self.config, self.settings.sizes, self.groups.place, self._naming)
 
     def _all(self) -> Iterator[MegatronParameter]:
-        from alignment.weights.megatron_names import megatron_parameters
-
         yield from megatron_parameters(self.config, self._naming)
 
     def _named_tensors(self, modules: Sequence[torch.nn.Module]) -> dict[tuple[int, str], Tensor]:
@@ -359,7 +364,9 @@ class MegatronTrainingEngine:
             for index, module in enumerate(modules)
         ]
         # The loss is a sum over micro batches and ranks already: nothing is divided by a number of tokens.
-        shared.finalize_model_grads_func = lambda model, num_tokens=None, **others: finalize_model_grads(model, None, **others)
+        shared.finalize_model_grads_func = lambda model, num_tokens=None, **others: finalize_model_grads(
+            model, None, **others
+        )
         shared.no_sync_func = None
         optimizer = megatron_state.build_optimizer(
             chunks,
@@ -392,7 +399,9 @@ class MegatronTrainingEngine:
     def offload(self) -> None:
         """Moves weights, gradients and optimizer states to the host and gives the memory of the device back."""
         if self._resident:
-            self._parked = megatron_state.park(self._modules, self.chunks, self._megatron_optimizer)
+            self._parked = megatron_state.park(
+                self._modules, self.chunks, self._megatron_optimizer, device_kind=self.device.kind
+            )
             self._resident = False
             self.device.empty_cache()
 
@@ -408,7 +417,7 @@ class MegatronTrainingEngine:
 
 
 class _Rows:
-    """The rows of a micro batch with their real tokens moved to the front, where megatron-core counts positions from 0."""
+    """The rows of a micro batch, real tokens moved to the front: megatron-core counts positions from 0."""
 
     def __init__(self, batch: MicroBatch) -> None:
         mask = batch["attention_mask"] != 0

@@ -15,7 +15,7 @@ ADAPTOR = "mindspeed.megatron_adaptor"
 
 
 class Arguments(dict):
-    """Settings as a mapping and as attributes: MindSpeed's ``repatch`` took a namespace first and takes a mapping now."""
+    """Settings as a mapping and as attributes: releases differ in which of them ``repatch`` takes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ def import_first() -> Any:
         raise UnavailableError(
             "megatron-core needs MindSpeed on an NPU, and it is not installed",
             where="engine.train=megatron",
-            next_step="install the MindSpeed release that belongs to your megatron-core (2.2.0_core_r0.12.1 for 0.12.1)",
+            next_step="install the MindSpeed that belongs to your megatron-core (2.2.0_core_r0.12.1 for 0.12.1)",
         )
     if "megatron.core" in sys.modules:
         raise InputError(

@@ -60,7 +60,9 @@ def megatron_settings(megatron: MegatronConfig, *, seed: int) -> MegatronSetting
             )
         ),
         use_distributed_optimizer=megatron.use_distributed_optimizer,
-        optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if megatron.optimizer_cpu_offload else {},
+        optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+        if megatron.optimizer_cpu_offload
+        else {},
         seed=seed,
     )
 

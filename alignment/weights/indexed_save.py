@@ -16,7 +16,7 @@ from alignment.models.config import ModelConfig
 from alignment.weights.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, expected_shapes
 
 ROTARY_FREQUENCIES = "*.rotary_emb.inv_freq"
-"""Derived numbers that some published indices list (Moonlight's does); pass it as ``allow_missing`` to leave them out."""
+"""Derived numbers that some indices list (Moonlight's does); as ``allow_missing`` it leaves them out."""
 
 
 def read_index(directory: str | Path) -> dict[str, str]:
@@ -42,7 +42,8 @@ def read_index(directory: str | Path) -> dict[str, str]:
 def check_index(index: Mapping[str, str], config: ModelConfig, *, allow_missing: Sequence[str] = ()) -> dict[str, str]:
     """The part of ``index`` that training produces, after making sure that nothing else is lost in silence.
 
-    A writer that waits for every key of a file never writes a file with a key that training does not produce; a run that
+    A writer that waits for every key of a file never writes a file with a key that training does not produce; a run
+    that
     saves so loses whole layers. That is refused before anything is written.
 
     Args:
@@ -112,7 +113,9 @@ def save_stream(
         if missing:
             file = min(missing)
             raise InputError(
-                f"the stream ended without the tensor {min(missing[file])}", where=file, expected="every key of the file"
+                f"the stream ended without the tensor {min(missing[file])}",
+                where=file,
+                expected="every key of the file",
             )
         if set(placed.values()) != {SINGLE_FILE}:
             listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}

@@ -19,7 +19,8 @@ from alignment.weights.megatron_names import MegatronParameter, Naming, Split, m
 class ParallelSizes:
     """How a model is spread over ranks, in megatron-core's (and verl's) names.
 
-    ``expert_tensor_parallel_size`` None is the tensor parallel size, as in megatron-core. Stages hold equally many layers
+    ``expert_tensor_parallel_size`` None is the tensor parallel size, as in megatron-core. Stages hold equally many
+    layers
     but the first and the last, where ``num_layers_in_*_pipeline_stage`` says how many (over all virtual stages).
     """
 
@@ -70,18 +71,33 @@ class ParallelSizes:
             shared = config.moe_intermediate_size * config.n_shared_experts
             divided += [
                 ("tensor_model_parallel_size", self.tensor, "the width of the shared experts", shared),
-                ("expert_model_parallel_size", self.expert_model_parallel_size, "n_routed_experts", config.n_routed_experts),
-                ("expert_tensor_parallel_size", self.expert_tensor, "moe_intermediate_size", config.moe_intermediate_size),
+                (
+                    "expert_model_parallel_size",
+                    self.expert_model_parallel_size,
+                    "n_routed_experts",
+                    config.n_routed_experts,
+                ),
+                (
+                    "expert_tensor_parallel_size",
+                    self.expert_tensor,
+                    "moe_intermediate_size",
+                    config.moe_intermediate_size,
+                ),
             ]
         elif self.expert_model_parallel_size > 1:
-            raise _unfit("expert_model_parallel_size", "1, for the model has no routed experts", self.expert_model_parallel_size)
+            raise _unfit(
+                "expert_model_parallel_size", "1, for the model has no routed experts", self.expert_model_parallel_size
+            )
         for name, size, what, total in divided:
             if total % size:
                 raise _unfit(name, f"a divisor of {what} = {total}", size)
         self._check_pipeline(config)
         if world_size is not None:
             expert = self.expert_tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
-            for what, product in (("tensor · pipeline · context", self.model_parallel), ("expert tensor · expert · pipeline", expert)):
+            for what, product in (
+                ("tensor · pipeline · context", self.model_parallel),
+                ("expert tensor · expert · pipeline", expert),
+            ):
                 if world_size % product:
                     raise _unfit("the number of ranks", f"a multiple of {product} ({what} parallel sizes)", world_size)
 
@@ -92,7 +108,9 @@ class ParallelSizes:
             raise _unfit("pipeline_model_parallel_size", "1 with tie_word_embeddings", stages)
         if stages == 1 and (chunks > 1 or first or last):
             raise _unfit(
-                "pipeline_model_parallel_size", "more than 1 with virtual stages or layers per first or last stage", stages
+                "pipeline_model_parallel_size",
+                "more than 1 with virtual stages or layers per first or last stage",
+                stages,
             )
         counts = self._layers_per_stage(config)
         if counts is None:
@@ -242,13 +260,16 @@ def to_megatron(
 ) -> Iterator[tuple[LocalParameter, Tensor]]:
     """The parameters of one rank from a stream of a checkpoint's tensors, each as soon as it is complete.
 
-    Only what ``place`` needs is kept, and only until its partner (gate and up projection) has come, so the memory taken is
+    Only what ``place`` needs is kept, and only until its partner (gate and up projection) has come, so the memory
+    taken is
     that of a few tensors if the stream keeps them near each other.
 
     Raises:
         InputError: the stream ends before a tensor has come.
     """
-    waiting = {name: local for local in local_parameters(config, sizes, place, naming) for name in local.parameter.hf_names}
+    waiting = {
+        name: local for local in local_parameters(config, sizes, place, naming) for name in local.parameter.hf_names
+    }
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors:
         local = waiting.pop(name, None)
@@ -291,7 +312,10 @@ def fetch_from(
     Args:
         states: by place, tensors by model chunk and local name.
     """
-    names = {place: {local.parameter.name: local for local in local_parameters(config, sizes, place, naming)} for place in states}
+    names = {
+        place: {local.parameter.name: local for local in local_parameters(config, sizes, place, naming)}
+        for place in states
+    }
 
     def fetch(parameter: MegatronParameter) -> list[Tensor]:
         pipeline, _, expert = owner(parameter, config, sizes)

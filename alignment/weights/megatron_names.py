@@ -22,7 +22,9 @@ class Naming(Enum):
     """What a layer specification of megatron-core calls the same parameter."""
 
     LOCAL = "megatron-core's own modules, with down projections of latent attention that every rank holds whole"
-    LOCAL_GATHERED = "megatron-core's own modules throughout: the down projections are cut by rows, their output gathered"
+    LOCAL_GATHERED = (
+        "megatron-core's own modules throughout: the down projections are cut by rows, their output gathered"
+    )
     TRANSFORMER_ENGINE = "Transformer Engine's fused norm + linear modules, one linear per expert"
     TRANSFORMER_ENGINE_GROUPED = "the same with grouped expert linears"
 
@@ -33,14 +35,16 @@ class MegatronParameter:
 
     Attributes:
         hf_names: where its values are in a Hugging Face checkpoint; two for :attr:`Split.GATED`, else one.
-        suffix: megatron-core's name behind ``decoder.layers.<i>.`` for a layer's parameter, else the whole name, in the local
+        suffix: megatron-core's name behind ``decoder.layers.<i>.`` for a layer's parameter, else the whole name, in
+            the local
             specification; of a routed expert, the part behind the expert.
         layer: index from 0, None outside the decoder layers.
         expert: global index of the routed expert, or None.
         stage: ``first`` or ``last`` pipeline stage for what is outside the layers, else None.
         split: how tensor parallel ranks (of a routed expert: *expert* tensor parallel ranks) cut it.
         is_buffer: whether it is no parameter but state the optimizer never sees.
-        fused_norm: Transformer Engine's name of a norm that it keeps inside the linear behind it; None for what it names alike.
+        fused_norm: Transformer Engine's name of a norm that it keeps inside the linear behind it; None for what it
+            names alike.
     """
 
     hf_names: tuple[str, ...]

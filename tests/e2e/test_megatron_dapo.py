@@ -14,8 +14,8 @@ import pytest
 
 from alignment.errors import InputError
 from alignment.rl.run import run_dapo
-from alignment.rl.tracking import GROUPS, METRICS
 from alignment.rl.tokenizer import train_tokenizer
+from alignment.rl.tracking import GROUPS, METRICS
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("megatron.core.package_info", reason="megatron-core is not installed")
@@ -32,7 +32,8 @@ BAR = 1e-5
 SPREAD = {
     "trainer__n_gpus_per_node": 2, "trainer__save_freq": 1, f"{MEGATRON}tensor_model_parallel_size": 2,
     f"{MEGATRON}expert_model_parallel_size": 2, f"{MEGATRON}expert_tensor_parallel_size": 1,
-    f"{MEGATRON}optimizer_cpu_offload": True, "engine__train": "megatron", "actor_rollout_ref__model__dtype": "bfloat16",
+    f"{MEGATRON}optimizer_cpu_offload": True, "engine__train": "megatron",
+    "actor_rollout_ref__model__dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -41,7 +42,9 @@ def even_world(tmp_path_factory):
     """The tiny world with a vocabulary that two tensor parallel ranks can share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dapo_world, "train_tokenizer", lambda texts, directory, vocab_size: train_tokenizer(texts, directory, vocab_size=104)
+            dapo_world,
+            "train_tokenizer",
+            lambda texts, directory, vocab_size: train_tokenizer(texts, directory, vocab_size=104),
         )
         return dapo_world.build(tmp_path_factory.mktemp("even_world"))
 
@@ -54,9 +57,7 @@ def rollouts(even_world, tmp_path_factory):
 
 
 def settings(world, record, **changes):
-    return dapo_world.config(
-        world, actor_rollout_ref__rollout__skip__dump_dir=str(record), **{**SETTINGS, **changes}
-    )
+    return dapo_world.config(world, actor_rollout_ref__rollout__skip__dump_dir=str(record), **{**SETTINGS, **changes})
 
 
 def test_replayed_losses_and_gradient_norms_are_those_of_the_golden_engine(even_world, rollouts, tmp_path):
@@ -75,7 +76,8 @@ def test_another_learning_rate_is_seen(even_world, rollouts, tmp_path):
     """The bar would not pass a run that trains otherwise."""
     record, golden = rollouts
     ours = run_dapo(
-        settings(even_world, record, engine__train="megatron", actor_rollout_ref__actor__optim__lr=1.1e-3), run_dir=tmp_path
+        settings(even_world, record, engine__train="megatron", actor_rollout_ref__actor__optim__lr=1.1e-3),
+        run_dir=tmp_path,
     )
     mine, theirs = ours.metrics[-1], golden.metrics[-1]
     assert abs(mine["actor/grad_norm"] - theirs["actor/grad_norm"]) > BAR * theirs["actor/grad_norm"]
@@ -106,7 +108,8 @@ class Killer:
     def on_step(self, *arguments):
         pass
 
-run_dapo(dapo_world.config(Path({world!r}), **{settings!r}), run_dir=Path({run_dir!r}), executor="ray", progress=Killer())
+run_dapo(dapo_world.config(Path({world!r}), **{settings!r}), run_dir=Path({run_dir!r}), executor="ray",
+progress=Killer())
 """
 
 
@@ -114,7 +117,12 @@ def run(world: Path, record: Path, run_dir: Path, *, die_in: tuple[int, str] = (
     """A two-rank run in a process (and a Ray cluster) of its own; how it ended."""
     changes = {**SETTINGS, **SPREAD, "actor_rollout_ref__rollout__skip__dump_dir": str(record)}
     script = RUN.format(
-        here=str(Path(__file__).parent), world=str(world), settings=changes, run_dir=str(run_dir), step=die_in[0], stage=die_in[1]
+        here=str(Path(__file__).parent),
+        world=str(world),
+        settings=changes,
+        run_dir=str(run_dir),
+        step=die_in[0],
+        stage=die_in[1],
     )
     ended = subprocess.run(
         [sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
@@ -138,7 +146,9 @@ def straight(even_world, rollouts, tmp_path_factory):
 
 def test_killed_and_resumed_gives_the_uninterrupted_curve(even_world, rollouts, straight, tmp_path):
     assert run(even_world, rollouts[0], tmp_path, die_in=(3, "update_actor")) == -signal.SIGKILL
-    assert (tmp_path / "checkpoints" / "global_step_2").exists() and not (tmp_path / "checkpoints" / "global_step_3").exists()
+    assert (tmp_path / "checkpoints" / "global_step_2").exists() and not (
+        tmp_path / "checkpoints" / "global_step_3"
+    ).exists()
     assert run(even_world, rollouts[0], tmp_path) == 0
     assert series(tmp_path) == series(straight)
     for ours in sorted((tmp_path / "checkpoints" / f"global_step_{STEPS}" / "actor").rglob("*.safetensors")):
@@ -153,6 +163,8 @@ def test_the_optimizer_state_matters(even_world, rollouts, straight, tmp_path):
         shutil.rmtree(directory / "checkpoints" / f"global_step_{step}")
     for rank in range(2):
         file = f"actor/optimizer_rank_{rank}.safetensors"
-        shutil.copy(straight / "checkpoints" / "global_step_1" / file, directory / "checkpoints" / "global_step_2" / file)
+        shutil.copy(
+            straight / "checkpoints" / "global_step_1" / file, directory / "checkpoints" / "global_step_2" / file
+        )
     assert run(even_world, rollouts[0], directory) == 0
     assert series(directory) != series(straight)

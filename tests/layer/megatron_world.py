@@ -130,7 +130,9 @@ def run_steps(engine, batches, *, steps=STEPS):
         gradients.update({name: g.detach().clone() for name, g in stream})
 
     for step in range(steps):
-        report = engine.update(batches, policy_loss, stage="update_actor", observe_gradients=keep if step == 0 else None)
+        report = engine.update(
+            batches, policy_loss, stage="update_actor", observe_gradients=keep if step == 0 else None
+        )
         losses.append(report.metrics["loss"])
         norms.append(report.grad_norm)
     return losses, norms, gradients, {name: t.detach().clone() for name, t in engine.export_weights()}
@@ -143,7 +145,9 @@ def processes(world_size: int, job: dict, *, script: str = __file__, environment
         job = {**job, "rendezvous": f"file://{folder}/rendezvous"}
         (Path(folder) / "job.json").write_text(json.dumps(job))
         here = Path(script)
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(here.parent), str(Path(__file__).parent)]))
+        path = os.pathsep.join(
+            filter(None, [os.environ.get("PYTHONPATH"), str(here.parent), str(Path(__file__).parent)])
+        )
         started = [
             subprocess.Popen(
                 [sys.executable, str(here), str(rank), str(world_size), f"{folder}/job.json"],

@@ -1,4 +1,4 @@
-"""megatron-core's decoder layers and small models against the golden; the live defects of its releases, each in its place."""
+"""megatron-core's decoder layers and small models against the golden; its live defects, each in its place."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def test_stock_latent_norms_are_failed_at_the_norm(store):
 
 
 @pytest.mark.xfail(
-    VERSION.startswith("0.12."), strict=True, reason=f"megatron-core {VERSION} scales the softmax by mscale, not mscale_all_dim"
+    VERSION.startswith("0.12."),
+    strict=True,
+    reason=f"megatron-core {VERSION} scales the softmax by mscale, not mscale_all_dim",
 )
 def test_stock_softmax_scale_agrees(store):
     assert verdict(store, DEEPSEEK_DENSE, without="softmax_mscale").outcome is Outcome.PASS
@@ -96,7 +98,8 @@ def test_stock_softmax_scale_is_failed_at_the_attention(store):
     assert (found.where.module, found.where.quantity) == ("layers.0.self_attn.core", "core")
 
 
-# --- a planted fault ---------------------------------------------------------------------------------------------------
+# --- a planted fault
+# ---------------------------------------------------------------------------------------------------
 
 
 def core_attention_scaled_by_the_value_width():

@@ -29,7 +29,9 @@ KINDS = {
 
 def make(kind: str = "float32", *, state=None, config=CONFIG):
     layout, dtype = KINDS[kind]
-    return megatron_world.megatron_engine(config, weights(config, dtype) if state is None else state, layout, dtype=dtype)
+    return megatron_world.megatron_engine(
+        config, weights(config, dtype) if state is None else state, layout, dtype=dtype
+    )
 
 
 def batches():
@@ -82,7 +84,7 @@ def test_load_then_save_writes_the_same_bytes(kind, tmp_path):
 
 
 def test_main_weights_keep_what_bfloat16_would_lose(tmp_path):
-    """The state holds float32 main weights that are not the rounded ones, and resuming without them gives another run."""
+    """The state holds float32 main weights, not the rounded ones; resuming without them gives another run."""
     engine = make("bfloat16")
     step(engine, 2)
     engine.save_state(tmp_path / "state")
@@ -114,7 +116,8 @@ def test_offloading_changes_no_bit_and_refuses_to_compute(kind):
     assert same(exported(engine), exported(other))
 
 
-# --- the field's KeyError: master_param ----------------------------------------------------------------------------------
+# --- the field's KeyError: master_param
+# ----------------------------------------------------------------------------------
 
 
 def offloaded_optimizer():
@@ -159,7 +162,9 @@ def test_a_state_of_another_layout_is_refused_by_name(tmp_path):
         make("bfloat16_plain_optimizer").load_state(tmp_path / "state")
     layout = json.loads((tmp_path / "state" / "megatron.json").read_text())
     (tmp_path / "state" / "megatron.json").write_text(json.dumps({**layout, "tensor_model_parallel_size": 2}))
-    with pytest.raises(InputError, match="tensor_model_parallel_size: the optimizer state was saved under another layout"):
+    with pytest.raises(
+        InputError, match="tensor_model_parallel_size: the optimizer state was saved under another layout"
+    ):
         engine.load_state(tmp_path / "state")
 
 
@@ -177,7 +182,8 @@ def test_a_damaged_state_is_refused(tmp_path):
         engine.load_state(tmp_path / "torn")
 
 
-# --- what is refused before training -------------------------------------------------------------------------------------
+# --- what is refused before training
+# -------------------------------------------------------------------------------------
 
 
 def test_another_release_is_refused():
@@ -191,7 +197,9 @@ def test_another_release_is_refused():
 def test_another_vocabulary_is_refused():
     state = weights(CONFIG)
     state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"][:-3]
-    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight: the vocabulary of the tensors.*\[512, 64\].*\[509, 64\]"):
+    with pytest.raises(
+        InputError, match=r"model\.embed_tokens\.weight: the vocabulary of the tensors.*\[512, 64\].*\[509, 64\]"
+    ):
         make(state=state)
 
 

@@ -76,7 +76,8 @@ def test_cuda_requests_are_answered_on_the_cpu():
     assert torch.zeros(2).type() == "torch.FloatTensor"
 
 
-# --- each is needed: the smallest use of megatron-core that fails without it --------------------------------------------
+# --- each is needed: the smallest use of megatron-core that fails without it
+# --------------------------------------------
 
 
 def use_device_module():
@@ -165,8 +166,9 @@ def use_offload_copies():
 
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = HybridDeviceOptimizer(
-        [{"params": [parameter]}], offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW, gpu_optimizer_cls=torch.optim.AdamW,
-        pin_cpu_grads=False, pin_cpu_params=False, overlap_cpu_optimizer_d2h_h2d=False, param_update_in_fp32=True, lr=0.1,
+        [{"params": [parameter]}], offload_fraction=1.0, cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW, pin_cpu_grads=False, pin_cpu_params=False,
+        overlap_cpu_optimizer_d2h_h2d=False, param_update_in_fp32=True, lr=0.1,
     )  # fmt: skip
     parameter.grad = torch.ones(3)
     optimizer.step()

@@ -53,7 +53,11 @@ def test_latent_attention_is_switched_on_with_its_widths(stand_in):
     [told] = mindspeed.import_first().told
     assert told["multi_latent_attention"] is True and told["use_flash_attn"] is True
     assert (told["qk_head_dim"], told["qk_pos_emb_head_dim"], told["v_head_dim"]) == (128, 64, 128)
-    assert (told["tensor_model_parallel_size"], told["expert_tensor_parallel_size"], told["sequence_parallel"]) == (8, 1, True)
+    assert (told["tensor_model_parallel_size"], told["expert_tensor_parallel_size"], told["sequence_parallel"]) == (
+        8,
+        1,
+        True,
+    )
 
 
 def test_a_late_adaptor_is_refused(stand_in, monkeypatch):

@@ -16,7 +16,8 @@ EXTRA = "model.layers.1.self_attn.rotary_emb.inv_freq"
 
 def state():
     return {
-        name: torch.full(shape, float(i), dtype=torch.bfloat16) for i, (name, shape) in enumerate(expected_shapes(CONFIG).items())
+        name: torch.full(shape, float(i), dtype=torch.bfloat16)
+        for i, (name, shape) in enumerate(expected_shapes(CONFIG).items())
     }
 
 

@@ -42,7 +42,12 @@ SMALL = dict(
 def small(*, layers=4, dense=1, query_latent=None, shared=1, name="tiny-moonlight"):
     base = preset(name)
     return dataclasses.replace(
-        base, **SMALL, num_hidden_layers=layers, first_k_dense_replace=dense, q_lora_rank=query_latent, n_shared_experts=shared
+        base,
+        **SMALL,
+        num_hidden_layers=layers,
+        first_k_dense_replace=dense,
+        q_lora_rank=query_latent,
+        n_shared_experts=shared,
     )
 
 
@@ -126,7 +131,10 @@ def test_a_sharded_model_holds_every_element_once(layout):
 def test_resharding_is_a_stream_into_a_stream():
     config = small(layers=6)
     here = ParallelSizes(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=3, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=3,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
     )
     there = ParallelSizes(
         tensor_model_parallel_size=4,
@@ -135,7 +143,9 @@ def test_resharding_is_a_stream_into_a_stream():
         num_layers_in_first_pipeline_stage=2,
     )
     state = numbered(config)
-    moved = spread(config, there, to_hugging_face(config, fetch_from(config, here, spread(config, here, state.items()))))
+    moved = spread(
+        config, there, to_hugging_face(config, fetch_from(config, here, spread(config, here, state.items())))
+    )
     direct = spread(config, there, state.items())
     for place, held in direct.items():
         assert held.keys() == moved[place].keys()
@@ -206,7 +216,10 @@ def test_never_more_than_a_gate_and_its_partner_are_alive():
         (dict(expert_model_parallel_size=3), "n_routed_experts = 8"),
         (dict(expert_tensor_parallel_size=3), "moe_intermediate_size = 8"),
         (dict(pipeline_model_parallel_size=3), "4 layer(s) shared equally by 3 stage(s)"),
-        (dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), "a divisor of a stage's 2 layer(s)"),
+        (
+            dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4),
+            "a divisor of a stage's 2 layer(s)",
+        ),
         (dict(virtual_pipeline_model_parallel_size=2), "more than 1 with virtual stages"),
         (dict(tensor_model_parallel_size=0), "an integer of at least 1"),
     ],
