@@ -14,7 +14,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from alignment.backends.rollout import DerivedTensor, Generation, Probe, SamplingParams, check_load_format
+from alignment.backends.rollout import (
+    DerivedTensor,
+    Generation,
+    Probe,
+    SamplingParams,
+    check_load_format,
+    check_prompts,
+    check_streamed,
+    model_config_of,
+)
 from alignment.devices.base import Device, get_device
 from alignment.errors import InputError
 from alignment.models.causal_lm import CausalLM
@@ -63,7 +72,7 @@ class GoldenRollout:
         self.load_format, self.alias, self.internal_format = load_format, alias, internal_format
         place = {"dtype": dtype, "device": self.device.torch_device}
         if load_format == "dummy":
-            self._model = CausalLM(_model_config(config, checkpoint), **place).init_weights(seed)
+            self._model = CausalLM(model_config_of(config, checkpoint), **place).init_weights(seed)
         else:
             self._model = _loaded_model(config, checkpoint, place)
         self._model.requires_grad_(False).eval()
@@ -133,7 +142,7 @@ class GoldenRollout:
         seen: set[str] = set()
         try:
             for name, tensor in stream:
-                _check_streamed(name, tensor, held, seen)
+                check_streamed(name, tensor, held, seen)
                 held[name].copy_(tensor)
                 seen.add(name)
         except BaseException:
@@ -261,7 +270,7 @@ class GoldenRollout:
             InputError: asleep, unsynced, shapes or padding that do not fit, or logits that are not finite.
         """
         self._require_usable("generate")
-        _check_prompts(prompts, attention_mask, keys)
+        check_prompts(prompts, attention_mask, keys)
         place = self.device.torch_device
         batch, steps = prompts.shape[0], params.max_new_tokens
         draws = portable_uniform_grid(params.seed, STREAM, keys, steps)
@@ -319,7 +328,7 @@ def probe_model(model: CausalLM, ids: Tensor, mask: Tensor, response_length: int
         )
     batch, length = ids.shape
     prompt = length - response_length
-    _check_prompts(ids[:, :prompt], mask[:, :prompt], ids[:, 0])
+    check_prompts(ids[:, :prompt], mask[:, :prompt], ids[:, 0])
     targets, kept = ids[:, prompt:], mask[:, prompt:].bool()
 
     cache = model.new_cache(batch, length)
@@ -334,16 +343,6 @@ def probe_model(model: CausalLM, ids: Tensor, mask: Tensor, response_length: int
         logits = model.decode(ids[:, now], cache, attention_mask=mask[:, now])
         columns.append(_gather_log_probs(logits, targets[:, step + 1 : step + 2]))
     return Probe(prefill=prefill, decode=torch.cat(columns, dim=1).masked_fill(~kept, 0))
-
-
-def _model_config(config: ModelConfig | None, checkpoint: str | Path | None) -> ModelConfig:
-    if config is not None:
-        return config
-    if checkpoint is None:
-        raise InputError("the engine needs a model", where="config", expected="a ModelConfig or a checkpoint directory")
-    from alignment.weights.checkpoint import load_config
-
-    return load_config(checkpoint)
 
 
 def _loaded_model(config: ModelConfig | None, checkpoint: str | Path, place: Mapping) -> CausalLM:
@@ -372,47 +371,6 @@ def _recompute(attention: nn.Module, quantity: str):
         return per_head[:, c.qk_nope_head_dim :].transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     return compute
-
-
-def _check_streamed(name: str, tensor: Tensor, held: Mapping[str, Tensor], seen: set[str]) -> None:
-    where = f"update_weights: {name}"
-    if name not in held:
-        import difflib
-
-        near = difflib.get_close_matches(name, held, n=1)
-        raise InputError(
-            "the engine has no such tensor",
-            where=where,
-            next_step=f"did you mean {near[0]!r}?" if near else None,
-        )
-    if name in seen:
-        raise InputError("the tensor was streamed twice", where=where, expected="each name once")
-    mine = held[name]
-    if tensor.shape != mine.shape:
-        raise InputError("another shape", where=where, expected=list(mine.shape), found=list(tensor.shape))
-    if tensor.dtype != mine.dtype:
-        raise InputError(
-            "another dtype",
-            where=where,
-            expected=mine.dtype,
-            found=tensor.dtype,
-            next_step="cast on the sending side, where the rounding is visible",
-        )
-
-
-def _check_prompts(prompts: Tensor, attention_mask: Tensor, keys: Tensor) -> None:
-    if prompts.ndim != 2 or attention_mask.shape != prompts.shape or keys.shape != prompts.shape[:1]:
-        raise InputError(
-            "prompts, mask and keys do not belong together",
-            where="prompts",
-            expected="prompts [b, p], attention_mask [b, p], keys [b]",
-            found=f"{list(prompts.shape)}, {list(attention_mask.shape)}, {list(keys.shape)}",
-        )
-    real = attention_mask.bool()
-    if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-        raise InputError(
-            "prompts must be left padded", where="attention_mask", expected="zeros, then ones up to the last column"
-        )
 
 
 def _gather_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from alignment.errors import InputError
+from alignment.models.config import ModelConfig
 
 LOAD_FORMATS = ("dummy", "safetensors", "auto")
 
@@ -163,4 +165,58 @@ def check_load_format(load_format: str, checkpoint: object) -> None:
             where="load_format",
             expected="a checkpoint directory",
             next_step="pass checkpoint=, or load_format=dummy if a trainer sends the weights",
+        )
+
+
+def model_config_of(config: ModelConfig | None, checkpoint: str | Path | None) -> ModelConfig:
+    """``config``, else the one of ``checkpoint``."""
+    if config is not None:
+        return config
+    if checkpoint is None:
+        raise InputError("the engine needs a model", where="config", expected="a ModelConfig or a checkpoint directory")
+    from alignment.weights.checkpoint import load_config
+
+    return load_config(checkpoint)
+
+
+def check_streamed(name: str, tensor: Tensor, held: Mapping[str, Tensor], seen: set[str]) -> None:
+    """Refuse a streamed tensor that the engine does not hold in that shape and dtype, or that came before."""
+    where = f"update_weights: {name}"
+    if name not in held:
+        import difflib
+
+        near = difflib.get_close_matches(name, held, n=1)
+        raise InputError(
+            "the engine has no such tensor",
+            where=where,
+            next_step=f"did you mean {near[0]!r}?" if near else None,
+        )
+    if name in seen:
+        raise InputError("the tensor was streamed twice", where=where, expected="each name once")
+    mine = held[name]
+    if tensor.shape != mine.shape:
+        raise InputError("another shape", where=where, expected=list(mine.shape), found=list(tensor.shape))
+    if tensor.dtype != mine.dtype:
+        raise InputError(
+            "another dtype",
+            where=where,
+            expected=mine.dtype,
+            found=tensor.dtype,
+            next_step="cast on the sending side, where the rounding is visible",
+        )
+
+
+def check_prompts(prompts: Tensor, attention_mask: Tensor, keys: Tensor) -> None:
+    """Refuse prompts that are not left padded or do not belong to their mask and keys."""
+    if prompts.ndim != 2 or attention_mask.shape != prompts.shape or keys.shape != prompts.shape[:1]:
+        raise InputError(
+            "prompts, mask and keys do not belong together",
+            where="prompts",
+            expected="prompts [b, p], attention_mask [b, p], keys [b]",
+            found=f"{list(prompts.shape)}, {list(attention_mask.shape)}, {list(keys.shape)}",
+        )
+    real = attention_mask.bool()
+    if not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise InputError(
+            "prompts must be left padded", where="attention_mask", expected="zeros, then ones up to the last column"
         )

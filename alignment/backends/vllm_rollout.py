@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from alignment.backends import vllm_cpu
 from alignment.backends.engine_model import KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from alignment.backends.rollout import DerivedTensor, Generation, Probe, SamplingParams, check_load_format
+from alignment.backends.rollout import (
+    DerivedTensor,
+    Generation,
+    Probe,
+    SamplingParams,
+    check_load_format,
+    check_prompts,
+    check_streamed,
+    model_config_of,
+)
 from alignment.backends.subject import SubjectAvailability
 from alignment.devices.base import Device, get_device
 from alignment.errors import InputError, UnavailableError
@@ -250,7 +259,7 @@ class VllmRollout:
         available = vllm_availability(self.device)
         if not available.available:
             raise UnavailableError(available.reason, where="vllm")
-        self.config = _model_config(config, checkpoint)
+        self.config = model_config_of(config, checkpoint)
         check_supported(self.config, where=checkpoint or "model", allow_tied_head=TIED_HEAD not in self.way_rounds)
         if self.device.kind == "cpu":
             self._check_cpu(enforce_eager, enable_chunked_prefill, enable_prefix_caching)
@@ -459,11 +468,9 @@ class VllmRollout:
             self._llm.reset_prefix_cache()
 
     def _checked(self, stream: Iterable[tuple[str, Tensor]], seen: set[str]) -> Iterator[tuple[str, Tensor]]:
-        from alignment.backends.golden_rollout import _check_streamed
-
         held = self._specification()
         for name, tensor in stream:
-            _check_streamed(name, tensor, held, seen)
+            check_streamed(name, tensor, held, seen)
             seen.add(name)
             yield name, tensor
 
@@ -644,10 +651,8 @@ class VllmRollout:
         Raises:
             InputError: asleep, unsynced, prompts that are not left padded, or sequences beyond ``max_model_len``.
         """
-        from alignment.backends.golden_rollout import _check_prompts
-
         self._require_usable("generate")
-        _check_prompts(prompts, attention_mask, keys)
+        check_prompts(prompts, attention_mask, keys)
         rows = [ids[m].tolist() for ids, m in zip(prompts.cpu(), attention_mask.cpu().bool())]
         self._check_length(max(map(len, rows)) + params.max_new_tokens)
         outputs = self._run(rows, [mapped_sampling(params, key) for key in keys.tolist()])
@@ -740,12 +745,6 @@ def _known_way_rounds(names: Iterable[str] | None) -> frozenset[str]:
     if unknown:
         raise InputError("unknown way round", where="way_rounds", expected=", ".join(WAY_ROUNDS), found=unknown[0])
     return frozenset(names)
-
-
-def _model_config(config: ModelConfig | None, checkpoint: str | Path | None) -> ModelConfig:
-    from alignment.backends.golden_rollout import _model_config as read
-
-    return read(config, checkpoint)
 
 
 def _fused_group(name: str) -> str:
