@@ -53,12 +53,15 @@ class Shim:
         why: what fails without it.
         apply: puts it in force.
         versions: of megatron-core it is for, as a prefix; None for all.
+        for_missing_engine: what it makes up for is not a CPU but a missing Transformer Engine, so that a CUDA machine
+            without it needs it too.
     """
 
     name: str
     why: str
     apply: Callable[[Patches], None]
     versions: str | None = None
+    for_missing_engine: bool = False
 
     def fits(self, version: str) -> bool:
         return self.versions is None or version.startswith(self.versions)
@@ -272,7 +275,10 @@ SHIMS: tuple[Shim, ...] = (
         apply=_eager,
     ),
     Shim(
-        name="norm", why="the torch norm refuses sequence parallelism and does not mark its weight for it", apply=_norm
+        name="norm",
+        why="the torch norm refuses sequence parallelism and does not mark its weight for it",
+        apply=_norm,
+        for_missing_engine=True,
     ),
     Shim(
         name="split_sizes",
@@ -288,18 +294,21 @@ SHIMS: tuple[Shim, ...] = (
         name="router_gemm",
         why="the router reads a name that is only defined with Transformer Engine",
         apply=_router_gemm,
+        for_missing_engine=True,
         versions="0.16",
     ),
     Shim(
         name="engine_version",
         why="optimizer settings compare the version of Transformer Engine, which is None where it is not installed",
         apply=_engine_version,
+        for_missing_engine=True,
         versions="0.16",
     ),
     Shim(
         name="quantized_shards",
         why="the distributed optimizer calls a function that raises without Transformer Engine",
         apply=_quantized_shards,
+        for_missing_engine=True,
         versions="0.12",
     ),
     Shim(
@@ -326,6 +335,21 @@ def configuration() -> dict[str, Any]:
 
 
 _depth = 0
+
+
+@contextlib.contextmanager
+def without_transformer_engine() -> Iterator[None]:
+    """Puts in force only what makes up for a missing Transformer Engine, on a CUDA device."""
+    import megatron.core
+
+    patches = Patches()
+    try:
+        for shim in SHIMS:
+            if shim.for_missing_engine and shim.fits(megatron.core.__version__):
+                shim.apply(patches)
+        yield
+    finally:
+        patches.undo()
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def check_version(version: str) -> None:
 
 @contextlib.contextmanager
 def engine_scope(device: Device) -> Iterator[None]:
-    """What has to be in force while megatron-core's code runs: the shims on a CPU, MindSpeed's adaptor on an NPU."""
+    """What has to be in force while megatron-core's code runs: shims on a CPU, MindSpeed's adaptor on an NPU."""
     if device.kind == "cpu":
         from alignment.backends.megatron_cpu import on_cpu
 
@@ -131,6 +131,12 @@ def engine_scope(device: Device) -> Iterator[None]:
         from alignment.backends.mindspeed import import_first
 
         import_first()
+    elif not transformer_engine_available(device):
+        from alignment.backends.megatron_cpu import without_transformer_engine
+
+        with without_transformer_engine():
+            yield
+        return
     yield
 
 

@@ -198,6 +198,21 @@ def join(rank: int, world_size: int, job: dict) -> None:
     )
 
 
+def resumes(engine, config, state, layout: dict, batches, job: dict) -> bool:
+    """Whether a fresh engine that loads the state of ``engine`` makes the same next step, to the bit, on every rank."""
+    folder = Path(job["results"]) / f"state-{layout['resume']}"
+    engine.save_state(folder)
+    fresh = megatron_engine(config, state, layout)
+    fresh.load_state(folder)
+    reports = [e.update(batches, policy_loss, stage="update_actor") for e in (engine, fresh)]
+    equal = reports[0] == reports[1]
+    for (name, a), (other, b) in zip(engine.export_weights(), fresh.export_weights(), strict=True):
+        equal = equal and name == other and torch.equal(a, b)
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, equal)
+    return all(everyone)
+
+
 def main(rank: int, world_size: int, job: dict) -> None:
     from safetensors.torch import save_file
 
@@ -211,6 +226,7 @@ def main(rank: int, world_size: int, job: dict) -> None:
         batches = share(replayed_rows(config), rank, world_size)
         log_probs = [o["log_probs"] for o in engine.forward(batches, stage="old_log_prob")]
         losses, norms, gradients, final = run_steps(engine, batches, steps=layout.get("steps", STEPS))
+        resumed = resumes(engine, config, state, layout, batches, job) if layout.get("resume") else None
         total = torch.tensor(losses, dtype=torch.float64)
         torch.distributed.all_reduce(total)
         everyone = [None] * world_size
@@ -220,7 +236,7 @@ def main(rank: int, world_size: int, job: dict) -> None:
             tensors.update({f"weight.{n}": t for n, t in final.items()})
             tensors["log_probs"] = torch.cat([t for part in everyone for t in part])
             save_file({k: v.contiguous() for k, v in tensors.items()}, f"{job['results']}/{name}.safetensors")
-            summary = {"losses": total.tolist(), "norms": norms, "exported": exported}
+            summary = {"losses": total.tolist(), "norms": norms, "exported": exported, "resumed": resumed}
             (Path(job["results"]) / f"{name}.json").write_text(json.dumps(summary))
     torch.distributed.barrier()
 

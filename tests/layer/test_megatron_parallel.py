@@ -52,14 +52,14 @@ ON_ONE = {
     "one_moonlight": {"preset": "tiny-moonlight"},
 }
 ON_TWO = {
-    "dp2": {},
+    "dp2": {"resume": "dp2"},
     "dp2_plain_optimizer": {"use_distributed_optimizer": False},
     "tp2": {TP: 2},
     "pp2": {PP: 2},
     "pp2_uneven": {PP: 2, "num_layers_in_first_pipeline_stage": 1},
-    "pp2_vpp2": {PP: 2, VPP: 2},
-    "ep2": {EP: 2},
-    "cp2": {CP: 2},
+    "pp2_vpp2": {PP: 2, VPP: 2, "resume": "pp2_vpp2"},
+    "ep2": {EP: 2, "resume": "ep2"},
+    "cp2": {CP: 2, "resume": "cp2"},
     "tp2_etp1_ep2": {TP: 2, ETP: 1, EP: 2},
     "tp2_selective": {TP: 2, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "pp2_full_recompute": {PP: 2, **FULL},
@@ -201,6 +201,11 @@ def test_bfloat16_log_probs(results, golden, layout):
 
     assert 0 < error("one_bf16")
     assert error(layout) <= NOISE_FACTOR * error("one_bf16")
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in MADE.items() if "resume" in layout])
+def test_a_resumed_layout_makes_the_same_next_step_on_every_rank(results, layout):
+    assert results[layout]["resumed"] is True
 
 
 @pytest.mark.parametrize("layout", MADE)

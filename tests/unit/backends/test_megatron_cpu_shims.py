@@ -76,6 +76,18 @@ def test_cuda_requests_are_answered_on_the_cpu():
     assert torch.zeros(2).type() == "torch.FloatTensor"
 
 
+def test_a_missing_transformer_engine_is_made_up_for_without_touching_the_device():
+    import megatron.core.transformer.torch_norm as torch_norm
+
+    before, norm = names_of(torch.cuda), torch_norm.WrappedTorchNorm.__new__
+    with megatron_cpu.without_transformer_engine():
+        assert names_of(torch.cuda) == before
+        use_norm()
+        if "router_gemm" in FITTING:
+            use_router_gemm()
+    assert torch_norm.WrappedTorchNorm.__new__ is norm
+
+
 # --- each is needed: the smallest use of megatron-core that fails without it
 # --------------------------------------------
 
