@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 
 from alignment.errors import InputError
 from alignment.numerics import curves

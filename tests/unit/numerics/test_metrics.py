@@ -6,9 +6,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.spatial.distance
-import scipy.special
-import scipy.stats
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

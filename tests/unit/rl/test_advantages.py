@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

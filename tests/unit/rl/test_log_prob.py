@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.special
-import scipy.stats
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

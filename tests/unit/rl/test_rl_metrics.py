@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import pairwise
 
@@ -11,7 +12,9 @@ from alignment.errors import InputError
 from alignment.rl import tasks
 from alignment.rl.tasks import EMBEDDED_TASKS, SPLITS, Task, generate, generate_mixture, split_of, verl_rows
 
-pytest.importorskip("reasoning_gym")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="unavailable: reasoning-gym is not installed"
+)
 
 SUM = EMBEDDED_TASKS[0]
 
