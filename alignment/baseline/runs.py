@@ -64,7 +64,7 @@ REPLAY_METRICS = (
     ReplayMetric(
         name="training/rollout_log_probs_abs_diff_mean", stage="old_log_prob", module="actor", scale=1.0, unit="nats"
     ),
-    ReplayMetric(name="actor/entropy", stage="old_log_prob", module="actor", unit="nats"),
+    ReplayMetric(name="actor/entropy", stage="actor_update", module="response tokens", unit="nats"),
     # On the first update the policy loss is about 0 by construction; its terms are not.
     ReplayMetric(name="actor/loss", stage="actor_update", module="policy loss", scale="actor/pg_scale"),
     ReplayMetric(name="actor/grad_norm", stage="actor_update", module="backward"),
