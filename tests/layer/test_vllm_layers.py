@@ -97,6 +97,56 @@ def test_greedy_tokens_are_equal_wherever_the_margin_exceeds_the_noise(world, en
         assert flips.decided == 0, f"row {row}: {flips}"
 
 
+def truncated(logits: torch.Tensor, *, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+    """Log-probabilities [v] after temperature, top_k and top_p, one token at a time."""
+    scaled = torch.log_softmax(logits.double() / temperature, dim=-1)
+    order = scaled.argsort(descending=True)[:top_k]
+    kept, mass = [], 0.0
+    shares = torch.softmax(scaled[order], dim=-1)
+    for token, share in zip(order.tolist(), shares.tolist()):
+        if mass >= top_p:
+            break
+        kept.append(token)
+        mass += share
+    result = torch.full_like(scaled, float("-inf"))
+    result[kept] = torch.log_softmax(scaled[kept], dim=-1)
+    return result
+
+
+SAMPLING = {"temperature": 0.4, "top_k": 24, "top_p": 0.9}
+DRAWS = 2048
+# Five standard deviations of a sum that is nearly normal: a wrong alarm in 3 million runs; seeds are fixed besides.
+SIGMAS = 5
+
+
+def follow(drawn: torch.Tensor, log_probs: torch.Tensor) -> bool:
+    """Whether the counts of ``drawn`` are within :data:`SIGMAS` of the χ² that draws from ``log_probs`` have."""
+    wanted = log_probs.exp() * len(drawn)
+    counts = torch.bincount(drawn, minlength=len(wanted)).double()
+    possible = wanted > 0
+    if bool(counts[~possible].any()):
+        return False
+    freedom = int(possible.sum()) - 1
+    chi_squared = float(((counts - wanted) ** 2 / wanted)[possible].sum())
+    return chi_squared <= freedom + SIGMAS * (2 * freedom) ** 0.5
+
+
+def test_draws_and_their_log_probs_are_those_of_the_asked_distribution(world, engine):
+    prompt = torch.tensor([tokens(world, 7)[:12]])
+    with torch.no_grad():
+        expected = truncated(world.trainer(prompt)[0, -1], **SAMPLING)
+    params = SamplingParams(max_new_tokens=1, seed=5, **SAMPLING)
+    made = engine.generate(prompt.expand(DRAWS, -1), torch.ones(DRAWS, 12), params, torch.arange(DRAWS))
+    drawn = made.responses[:, 0]
+    assert bool(torch.isfinite(expected[drawn]).all()), "a token outside top_k and top_p was drawn"
+    # A temperature below 1 stretches the error of logits.
+    bound = 2 * world.budget.value / SAMPLING["temperature"]
+    assert float((made.log_probs[:, 0].double() - expected[drawn]).abs().max()) <= bound
+    assert follow(drawn, expected)
+    other = truncated(world.trainer(prompt)[0, -1].detach(), **{**SAMPLING, "temperature": 1.0})
+    assert not follow(drawn, other), "the draws are too few to tell temperatures apart"
+
+
 @pytest.mark.parametrize("family", ["moonlight", "deepseek"])
 def test_bfloat16_stays_within_its_measured_budget(family, tmp_path):
     """Judged by the median: rounding may send a token near a tie to other experts."""
