@@ -21,6 +21,7 @@ from alignment.devices.base import Device
 from alignment.errors import InputError
 from alignment.models.config import ModelConfig
 from alignment.weights.checkpoint import expected_shapes, iter_tensors, load_config
+from alignment.weights.indexed_save import check_index, read_index, save_stream
 from alignment.weights.megatron_layout import ParallelSizes, local_parameters, to_hugging_face, to_megatron
 from alignment.weights.megatron_names import MegatronParameter, Split, megatron_parameters
 
@@ -395,6 +396,27 @@ class MegatronTrainingEngine:
         """
         self._require_resident("load_state")
         megatron_state.load(self, Path(directory))
+
+    def save_checkpoint(self, directory: Path, *, like: Path, allow_missing: Sequence[str] = ()) -> None:
+        """The weights as a Hugging Face checkpoint with the files of the one in ``like``, written by rank 0.
+
+        Called on every rank; every rank refuses before anything is written.
+
+        Args:
+            allow_missing: see :func:`alignment.weights.indexed_save.check_index`.
+
+        Raises:
+            InputError: a file of the index would be skipped because of a key that training never produces.
+        """
+        self._require_resident("save_checkpoint")
+        index = read_index(like)
+        check_index(index, self.config, allow_missing=allow_missing)
+        stream = self.export_weights()
+        if self.groups.rank == 0:
+            save_stream(directory, self.config, stream, index=index, allow_missing=allow_missing)
+        for _ in stream:
+            pass
+        self.groups.barrier()
 
     def offload(self) -> None:
         """Moves weights, gradients and optimizer states to the host and gives the memory of the device back."""

@@ -12,13 +12,12 @@ from pathlib import Path
 import dapo_world
 import pytest
 
-from alignment.errors import InputError
+from alignment.errors import InputError, UnavailableError
 from alignment.rl.run import run_dapo
 from alignment.rl.tokenizer import train_tokenizer
 from alignment.rl.tracking import GROUPS, METRICS
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("megatron.core.package_info", reason="megatron-core is not installed")
 
 STEPS = 4
 LIMIT_SECONDS = 400
@@ -37,8 +36,19 @@ SPREAD = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """Where megatron-core is not installed, every check says so."""
+    from alignment.backends.megatron_model import installed_version
+
+    try:
+        installed_version()
+    except UnavailableError as missing:
+        pytest.skip(str(missing))
+
+
 @pytest.fixture(scope="module")
-def even_world(tmp_path_factory):
+def even_world(installed, tmp_path_factory):
     """The tiny world with a vocabulary that two tensor parallel ranks can share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

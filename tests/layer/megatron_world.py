@@ -14,9 +14,16 @@ from pathlib import Path
 
 import torch
 
+from alignment.backends.megatron_model import installed_version
+from alignment.errors import UnavailableError
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
 from alignment.numerics.random import portable_integers, portable_normal
+
+try:
+    VERSION = installed_version()
+except UnavailableError:
+    VERSION = ""
 
 SEED = 11
 ROWS, PROMPT, RESPONSE, MICRO = 8, 6, 10, 2

@@ -11,10 +11,9 @@ import torch
 from megatron_world import policy_loss, replayed_rows, share, small_config, weights
 from safetensors.torch import load_file, save_file
 
-from alignment.errors import InputError
+from alignment.errors import InputError, UnavailableError
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("megatron.core.package_info", reason="megatron-core is not installed")
 
 CONFIG = small_config("tiny-deepseek")
 OFFLOADED = {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}
@@ -25,6 +24,17 @@ KINDS = {
     "bfloat16_plain_optimizer": ({"use_distributed_optimizer": False}, torch.bfloat16),
     "bfloat16_offloaded": (OFFLOADED, torch.bfloat16),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """Where megatron-core is not installed, every check says so."""
+    from alignment.backends.megatron_model import installed_version
+
+    try:
+        installed_version()
+    except UnavailableError as missing:
+        pytest.skip(str(missing))
 
 
 def make(kind: str = "float32", *, state=None, config=CONFIG):
@@ -114,6 +124,28 @@ def test_offloading_changes_no_bit_and_refuses_to_compute(kind):
     engine.reload()
     assert step(engine, 2) == step(other, 2)
     assert same(exported(engine), exported(other))
+
+
+def test_a_checkpoint_takes_the_files_of_its_source_and_skips_none_in_silence(tmp_path):
+    from alignment.weights.checkpoint import load_state, save_checkpoint
+    from alignment.weights.indexed_save import ROTARY_FREQUENCIES, read_index
+
+    save_checkpoint(tmp_path / "source", CONFIG, weights(CONFIG), max_shard_bytes=200_000)
+    engine = make()
+    step(engine)
+    engine.save_checkpoint(tmp_path / "saved", like=tmp_path / "source")
+    assert read_index(tmp_path / "saved") == read_index(tmp_path / "source")
+    assert same(load_state(tmp_path / "saved"), exported(engine))
+    listing = tmp_path / "source" / "model.safetensors.index.json"
+    index = json.loads(listing.read_text())
+    file = index["weight_map"]["model.layers.1.mlp.gate.weight"]
+    index["weight_map"]["model.layers.1.self_attn.rotary_emb.inv_freq"] = file
+    listing.write_text(json.dumps(index))
+    with pytest.raises(InputError, match=rf"{file}: training never produces .*\.1\.self_attn\.rotary_emb\.inv_freq"):
+        engine.save_checkpoint(tmp_path / "refused", like=tmp_path / "source")
+    assert not (tmp_path / "refused").exists()
+    engine.save_checkpoint(tmp_path / "allowed", like=tmp_path / "source", allow_missing=[ROTARY_FREQUENCIES])
+    assert same(load_state(tmp_path / "allowed"), exported(engine))
 
 
 # --- the field's KeyError: master_param

@@ -139,6 +139,6 @@ def test_an_unknown_engine_is_refused(make_batch):
     )
     with pytest.raises(
         InputError,
-        match=r"engine.train: there is no such engine in the pipeline; expected golden \| megatron; found nosuch",
+        match=r"engine.train: there is no such engine in the pipeline; expected golden \| fsdp \| megatron; found nosuch",
     ):
         Worker(WorkerSetting(config=settings), roles=("actor",), rank=0, world_size=1, rendezvous=None)

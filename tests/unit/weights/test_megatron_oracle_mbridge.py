@@ -7,21 +7,27 @@ import types
 import pytest
 import torch
 
+from alignment.errors import UnavailableError
 from alignment.models.config import preset
 from alignment.weights.checkpoint import expected_shapes
 from alignment.weights.megatron_layout import shard, unshard
 from alignment.weights.megatron_names import Naming, Split, megatron_parameters
 
 pytestmark = pytest.mark.engine
-pytest.importorskip("mbridge", reason="mbridge is not installed")
 
 
 @pytest.fixture(scope="module")
 def bridge():
     """The bridge's conversion alone, without ranks or a model."""
     from alignment.backends.megatron_cpu import on_cpu
+    from alignment.backends.megatron_model import installed_version
 
+    try:
+        installed_version()
+    except UnavailableError as missing:
+        pytest.skip(str(missing))
     with on_cpu():
+        pytest.importorskip("mbridge", reason="mbridge is not installed")
         from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 
         bridge = DeepseekV3Bridge.__new__(DeepseekV3Bridge)
