@@ -2,8 +2,8 @@
 
     python benchmarks/fp8.py [--gigabytes 8] [--folder /tmp/fp8-benchmark] [--keep]
 
-Writes a synthetic sharded FP8 checkpoint so large that its conversion has the given size, converts it, writes the same number
-of zero bytes plainly, and prints one row. Both are timed with the source in the page cache and flushed to the disk
+Writes a synthetic sharded FP8 checkpoint so large that its conversion has the given size, converts it, writes each file's number
+of zero bytes plainly in turn, and prints one row. Both are timed with the source in the page cache and flushed to the disk
 (fsync per file). Bars: peak RssAnon under 2 GB, at least half of the throughput of plain writing.
 """
 
@@ -85,25 +85,61 @@ def write_source(folder: Path, output_bytes: int) -> None:
     (folder / "config.json").write_text(json.dumps(hf))
 
 
-def write_plainly(folder: Path, sizes: list[int]) -> float:
-    """Seconds to write files of ``sizes`` zero bytes, 8 MiB at a time, each flushed to the disk."""
-    folder.mkdir()
+def write_plainly(path: Path, size: int) -> None:
+    """A file of ``size`` zero bytes, 8 MiB at a time, flushed to the disk."""
     data = memoryview(bytearray(8 << 20))
-    begin = time.perf_counter()
-    for number, size in enumerate(sizes):
-        with open(folder / str(number), "wb", buffering=0) as out:
-            while size > 0:
-                size -= out.write(data[:size])
-            os.fsync(out.fileno())
-    return time.perf_counter() - begin
+    with open(path, "wb", buffering=0) as out:
+        while size > 0:
+            size -= out.write(data[:size])
+        os.fsync(out.fileno())
 
 
-def convert(source: Path, target: Path) -> None:
-    """Runs in a process of its own, so that nothing else counts."""
-    begin = time.perf_counter()
-    with PeakAnonymous() as peak:
-        report = convert_fp8_checkpoint(source, target)
-    print(json.dumps({"seconds": time.perf_counter() - begin, "peak": peak.bytes, "nbytes": report.nbytes}))
+class Stopwatch:
+    """Wall and CPU seconds."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def __enter__(self):
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *exc):
+        self.wall += time.perf_counter() - self._wall
+        self.cpu += time.process_time() - self._cpu
+
+
+def convert(source: Path, target: Path, plain: Path) -> None:
+    """Runs in a process of its own, so that nothing else counts. After every file it is written plainly as well, so that other
+    load on the machine falls on both."""
+    whole, written, finished = Stopwatch(), Stopwatch(), []
+
+    def write(path: Path) -> None:
+        with written:
+            write_plainly(plain, path.stat().st_size)
+        plain.unlink()
+        finished.append(path)
+
+    def progress(file: str, done: int, total: int) -> None:
+        for path in sorted(target.glob("*.safetensors")):
+            if path not in finished:
+                write(path)
+
+    with PeakAnonymous() as peak, whole:
+        report = convert_fp8_checkpoint(source, target, progress=progress)
+        progress("", 0, 0)
+    print(
+        json.dumps(
+            {
+                "nbytes": report.nbytes,
+                "files": report.files,
+                "peak": peak.bytes,
+                "seconds": whole.wall - written.wall,
+                "cpu": whole.cpu - written.cpu,
+                "plain_seconds": written.wall,
+                "plain_cpu": written.cpu,
+            }
+        )
+    )
 
 
 def main() -> int:
@@ -111,7 +147,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the output")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/fp8-benchmark"))
     parser.add_argument("--keep", action="store_true", help="leave the files")
-    parser.add_argument("--convert", nargs=2, type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--convert", nargs=3, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.convert:
         convert(*arguments.convert)
@@ -123,18 +159,17 @@ def main() -> int:
         write_source(source, int(arguments.gigabytes * 1e9))
         for path in source.iterdir():
             path.read_bytes() if path.suffix == ".json" else subprocess.run(["cat", path], stdout=subprocess.DEVNULL, check=True)
-        command = [sys.executable, __file__, "--convert", str(source), str(target)]
-        result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        sizes = [path.stat().st_size for path in target.glob("*.safetensors")]
-        shutil.rmtree(target)
-        plain = write_plainly(root / "plain", sizes)
-        ratio = plain / result["seconds"]
+        command = [sys.executable, __file__, "--convert", str(source), str(target), str(root / "plain")]
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        ratio, gigabytes = found["plain_seconds"] / found["seconds"], found["nbytes"] / 1e9
         print(
-            f"{result['nbytes'] / 1e9:.1f} GB in {len(sizes)} files: converted in {result['seconds']:.1f} s"
-            f" ({result['nbytes'] / 1e9 / result['seconds']:.2f} GB/s), written plainly in {plain:.1f} s; throughput {ratio:.2f}"
-            f" of plain writing (bar {THROUGHPUT_BAR}); peak RssAnon {result['peak'] / 1e9:.3f} GB (bar {PEAK_BAR_BYTES / 1e9})"
+            f"{gigabytes:.1f} GB in {found['files']} files: converted in {found['seconds']:.1f} s"
+            f" ({gigabytes / found['seconds']:.2f} GB/s, {found['cpu']:.1f} s of CPU),"
+            f" written plainly in {found['plain_seconds']:.1f} s ({found['plain_cpu']:.1f} s of CPU);"
+            f" throughput {ratio:.2f} of plain writing (bar {THROUGHPUT_BAR});"
+            f" peak RssAnon {found['peak'] / 1e9:.3f} GB (bar {PEAK_BAR_BYTES / 1e9:g})"
         )
-        return 0 if ratio >= THROUGHPUT_BAR and result["peak"] < PEAK_BAR_BYTES else 1
+        return 0 if ratio >= THROUGHPUT_BAR and found["peak"] < PEAK_BAR_BYTES else 1
     finally:
         if not arguments.keep:
             shutil.rmtree(root, ignore_errors=True)

@@ -30,7 +30,8 @@ Progress = Callable[[str, int, int], None]
 """Called with the name of the file in work, and how many bytes of output of how many are written."""
 
 _SOURCE_KEY = "alignment.converted_from"
-_BUFFER_BYTES = 8 << 20
+# Small enough to stay in the cache between reading, converting and writing.
+_BUFFER_BYTES = 1 << 20
 _LARGEST_E4M3 = float(torch.finfo(torch.float8_e4m3fn).max)
 _LARGEST_BF16 = float(torch.finfo(torch.bfloat16).max)
 # Reads e4m3 as bfloat16: the exponents are biased by 7 and by 127.
@@ -208,21 +209,20 @@ class _Converter:
         """``out`` [r, c] BF16 from the codes [r, c] (int8) of one row of blocks and the scale of every column."""
         if not codes.numel():
             return
-        # Sign, exponent and fraction moved to where bfloat16 has them; torch's own cast from float8 takes ten times as long.
+        # NaN has all bits set but the sign: the largest code, as a signed or as an unsigned number.
+        if int(codes.max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF:
+            raise InputError("the weight holds NaN", where=where, expected="finite FP8 numbers")
         if self._bits.numel() < codes.numel():
             self._bits = torch.empty(codes.numel(), dtype=torch.int16)
             self._values = torch.empty(codes.numel(), dtype=torch.float32)
         bits = self._bits[: codes.numel()].view(codes.shape)
         values = self._values[: codes.numel()].view(codes.shape)
+        # Sign, exponent and fraction moved to where bfloat16 has them; torch's own cast from float8 takes ten times as long.
         bits.copy_(codes).bitwise_left_shift_(4).bitwise_and_(-0x7810)
-        values.copy_(bits.view(torch.bfloat16)).mul_(_REBIAS)
-        largest = max(abs(float(x)) for x in torch.aminmax(values))
-        if largest > _LARGEST_E4M3:
-            raise InputError("the weight holds NaN", where=where, expected="finite FP8 numbers")
-        values.mul_(scale)
-        if largest * float(scale.max()) > _LARGEST_BF16:
-            if not torch.isfinite(values.to(torch.bfloat16)).all():
-                raise InputError("weight times scale leaves the range of BF16", where=where, found=f"a scale of {float(scale.max())}")
+        values.copy_(bits.view(torch.bfloat16)).mul_(_REBIAS).mul_(scale)
+        largest = float(scale.max())
+        if largest * _LARGEST_E4M3 > _LARGEST_BF16 and not torch.isfinite(values.to(torch.bfloat16)).all():
+            raise InputError("weight times scale leaves the range of BF16", where=where, found=f"a scale of {largest}")
         out.copy_(values)
 
 
