@@ -242,7 +242,9 @@ def _one_thread() -> Iterator[None]:
 def _console(to_stderr: bool):
     from rich.console import Console
 
-    return Console(stderr=to_stderr)
+    console = Console(stderr=to_stderr)
+    # A log has no width of its own; 80 columns would cut the names of the checks.
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(stderr=to_stderr, width=120)
 
 
 # Checkpoints.

@@ -33,8 +33,8 @@ def lines(result: RolloutOnly) -> list[str]:
             "",
             f"{sample.prompt_id}: {_short(sample.prompt)}",
             f"  {_short(sample.text)}",
-            f"  {sample.tokens} tokens, {end}; repetition {sample.compression_ratio:.2f}, surprisal {sample.surprisal_ratio:.2f} "
-            f"of uniform, unreadable {sample.unreadable:.0%}",
+            f"  {sample.tokens} tokens, {end}; repetition {sample.compression_ratio:.2f}, "
+            f"surprisal {sample.surprisal_ratio:.2f} of uniform, unreadable {sample.unreadable:.0%}",
         ]
     shown.append("")
     for verdict in result.verdicts:

@@ -47,7 +47,9 @@ def percent_of_budget(measure: Measure | None) -> str:
         return "NaN"
     if math.isinf(measure.used):
         return "exact: differs"
-    return f"{100 * measure.used:.0f} %" if measure.bound else "exact"
+    if not measure.bound:
+        return "exact"
+    return f"{100 * measure.used:.0f} %" if measure.used < 10 else f"{measure.used:.3g} times"
 
 
 def explain(verdict: Verdict) -> str:
