@@ -48,7 +48,7 @@ class EngineRow:
         ranks: data parallel ranks.
         start_seconds: from the start of a process to an engine that can take a step.
         first_step_seconds, step_seconds: the first update, and the median of later ones.
-        held_bytes: tensors at rest: weights, main weights, optimizer, buffers.
+        held_bytes: tensors between updates: weights, main weights, optimizer, buffers, gradients that are kept.
         peak_bytes: most bytes of tensors alive during an update.
         collectives: calls and bytes of each collective operation in one update; the bytes are those of its largest argument.
         sent_bytes: what a rank sends for them where rings are used.
@@ -433,7 +433,6 @@ def _run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
     except UnavailableError as error:
         return {"unavailable": str(error)}
     start_seconds = time.time() - job["started_at"]
-    held = sum(storage.nbytes() for storage in live_storages().values())
     from alignment.weights.checkpoint import load_config
 
     batches, loss = workload(load_config(checkpoint), rank), likelihood_loss(size)
@@ -443,6 +442,8 @@ def _run_rank(job: Mapping[str, Any]) -> dict[str, Any]:
         engine.update(batches, loss, stage="update_actor")
         device.synchronize()
         seconds.append(time.perf_counter() - begin)
+    # Only now: megatron-core makes its moments in the first step.
+    held = sum(storage.nbytes() for storage in live_storages().values())
     with Tally() as tally:
         engine.update(batches, loss, stage="update_actor")
     with LinesRun() as run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,20 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from alignment.backends.fsdp_groups import gradient_scale, join_group
 from alignment.backends.fsdp_model import (
     Piece, build_golden, build_transformers, check_names, decoder_blocks, pieces, recompute_activations, shard_rows,
 )  # fmt: skip
 from alignment.backends.golden_training import _read_tensors, require_finite
 from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, UpdateReport
 from alignment.devices.base import Device
-from alignment.errors import InputError, UnavailableError
+from alignment.errors import InputError
 from alignment.files import read_json, write_atomically, write_json
 from alignment.models.config import ARCHITECTURE, ModelConfig
 from alignment.weights.checkpoint import CONFIG_FILE, SINGLE_FILE, iter_tensors, load_config
 
 SHARD, LAYOUT = "shard_rank_{rank}.safetensors", "fsdp.json"
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_TIMEOUT = datetime.timedelta(seconds=120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class FsdpTrainingEngine:
         self._outputs, self._resident = outputs, True
         if config.tie_word_embeddings:
             raise InputError("FSDP2 training of a tied head is not supported", where="tie_word_embeddings", expected=False)
-        self._owns_group = _join_group(device)
+        self._owns_group = join_group(device)
         import torch.distributed as dist
 
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -484,61 +482,6 @@ class FsdpTrainingEngine:
     def _require_resident(self, stage: str) -> None:
         if not self._resident:
             raise InputError("the training engine is offloaded", where=stage, next_step="reload it before computing")
-
-
-def gradient_scale(device: Device) -> float:
-    """By what the gradients of FSDP2 have to be multiplied to be *sums* over the ranks, found out by trying.
-
-    FSDP2 is meant to give means, for which the answer is the number of ranks. torch 2.7 over gloo gives twice as much in some
-    versions; such a constant is corrected. The probe is a linear map whose gradient is known on every rank, sharded as
-    models are: a block within a root, with rows for some ranks only.
-
-    Raises:
-        UnavailableError: the factor differs between parameters or is no number, so that nothing can be corrected.
-    """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    probe = nn.Sequential(nn.Linear(3, 2 * world_size + 1, bias=False), nn.Linear(2 * world_size + 1, 1, bias=False))
-    probe.to(device.torch_device)
-    with torch.no_grad():
-        for parameter in probe.parameters():
-            parameter.fill_(1.0)
-    mesh = init_device_mesh(device.kind, (world_size,))
-    fully_shard(probe[0], mesh=mesh)
-    fully_shard(probe, mesh=mesh)
-    # Powers of two: every product and sum below is exact.
-    probe(torch.full((1, 3), 2.0**rank, device=device.torch_device)).sum().backward()
-    total = float(sum(2.0**r for r in range(world_size)))
-    expected = (total, 3.0 * total)
-    factors = []
-    for parameter, sum_over_ranks in zip(probe.parameters(), expected):
-        whole = parameter.grad.full_tensor()
-        factors += [float(whole.min()) / sum_over_ranks, float(whole.max()) / sum_over_ranks]
-    low, high = min(factors), max(factors)
-    if not (math.isfinite(low) and low > 0 and high - low <= 4 * torch.finfo(torch.float32).eps * high):
-        raise UnavailableError(
-            "FSDP2 of this torch sums gradients wrongly",
-            where=f"torch {torch.__version__}, {_BACKENDS[device.kind]}, {world_size} ranks",
-            expected=f"one factor, 1/{world_size}, for every parameter",
-            found=f"{low:.6g} to {high:.6g}",
-            next_step="use another release of torch, or engine.train=golden",
-        )
-    # The mean over three ranks is rounded; the number of ranks is not.
-    nearest = round(2.0 / high) / 2.0
-    return nearest if abs(nearest * high - 1.0) <= 4 * torch.finfo(torch.float32).eps else 1.0 / high
-
-
-def _join_group(device: Device) -> bool:
-    """Makes a process group of one rank where there is none; True where it did."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return False
-    dist.init_process_group(_BACKENDS[device.kind], store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
-    return True
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

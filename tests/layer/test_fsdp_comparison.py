@@ -35,9 +35,9 @@ def sizes():
 def test_memory_at_rest_is_weights_and_two_moments(rows, sizes):
     parameters, buffers, _ = sizes
     golden, fsdp = rows["golden"].held_bytes, rows["fsdp-golden"].held_bytes
-    # Counters of steps and the like are all that may come on top.
-    assert 3 * parameters + buffers <= golden < 3 * parameters + buffers + 4096
-    assert 3 * parameters / 2 + buffers <= fsdp < 3 * parameters / 2 + buffers + 3 * parameters / 20
+    # The rows of the workload come on top, and the padding of shards; a fourth copy of anything would be far more.
+    assert 3 * parameters + buffers <= golden < 3.1 * parameters
+    assert 3 * parameters / 2 + buffers <= fsdp < 3.1 * parameters / 2 + parameters / 20
 
 
 def test_peaks_hold_gradients_as_well(rows, sizes):

@@ -12,7 +12,7 @@ import torch
 from megatron_world import golden_outputs, join, launch, policy_loss, replayed_rows, share, weights
 from safetensors.torch import load_file, save_file
 
-from alignment.backends import fsdp_training
+from alignment.backends import fsdp_groups
 from alignment.backends.fsdp_model import pieces, shard_rows
 from alignment.devices.base import get_device
 from alignment.errors import InputError, UnavailableError
@@ -183,7 +183,7 @@ def test_a_torch_whose_reduction_cannot_be_corrected_is_refused(alone, monkeypat
     """Here the block's gradient is three times what it should be, and the root's is not."""
     from torch.distributed import fsdp
 
-    fsdp_training._join_group(get_device("cpu"))
+    fsdp_groups.join_group(get_device("cpu"))
     shard = fsdp.fully_shard
 
     def faulty(module, **arguments):
@@ -193,7 +193,7 @@ def test_a_torch_whose_reduction_cannot_be_corrected_is_refused(alone, monkeypat
 
     monkeypatch.setattr(fsdp, "fully_shard", faulty)
     with pytest.raises(UnavailableError, match="FSDP2 of this torch sums gradients wrongly; expected one factor.*found 1 to 3"):
-        fsdp_training.gradient_scale(get_device("cpu"))
+        fsdp_groups.gradient_scale(get_device("cpu"))
 
 
 def test_shards_are_those_of_torch():
