@@ -21,14 +21,14 @@ TESTED_VERSIONS = ("0.32.",)
 """Releases whose internals the shims below were written against."""
 
 WAY_ROUNDS = {
-    "rotary_embedding": "the CPU rotary kernel takes the head stride of a 3-D tensor for its token stride, so MLA with plain "
-    "rope is wrong from position 1 on",
-    "expert_repack": "a second process_weights_after_loading leaves the experts in the layout of the checkpoint while the "
-    "kernel reads its own",
+    "rotary_embedding": "the CPU rotary kernel takes the head stride of a 3-D tensor for its token stride, so MLA with "
+    "plain rope is wrong from position 1 on",
+    "expert_repack": "a second process_weights_after_loading leaves the experts in the layout of the checkpoint while "
+    "the kernel reads its own",
     "partial_reload": "a layerwise reload that brings only a part of a fused parameter fills the rest with "
     "uninitialised memory",
-    "expert_map": "the experts' kernel takes global expert numbers for local ones under expert parallelism, and reads behind "
-    "the weights of its rank",
+    "expert_map": "the experts' kernel takes global expert numbers for local ones under expert parallelism, and reads "
+    "behind the weights of its rank",
 }
 """Defects of the CPU build that are mended here unless a test asks to see them."""
 
@@ -202,7 +202,7 @@ def expert_weights(experts: nn.Module) -> tuple[Tensor, Tensor]:
 def unpack_experts(experts: nn.Module) -> None:
     """Give the experts' parameters the layout of the checkpoint, so that an update can write into them."""
     if packs_experts(experts):
-        for name, plain in zip(("w13_weight", "w2_weight"), expert_weights(experts)):
+        for name, plain in zip(("w13_weight", "w2_weight"), expert_weights(experts), strict=True):
             getattr(experts, name).data = plain
 
 
@@ -242,7 +242,7 @@ def install_expert_map() -> None:
 
 
 def local_choice(topk_ids: Tensor, topk_weights: Tensor, expert_map: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen experts ``[n, k]`` in the numbers of this rank; one that lives elsewhere becomes expert 0 with weight 0."""
+    """Chosen experts ``[n, k]`` in this rank's numbers; one that lives elsewhere becomes expert 0 with weight 0."""
     local = expert_map.to(topk_ids.device)[topk_ids.long()]
     here = local >= 0
     return local.clamp_min(0).to(topk_ids.dtype).contiguous(), (topk_weights * here).contiguous()

@@ -24,7 +24,7 @@ PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 def golden_observations(model: CausalLM, ids: Sequence[int]) -> dict[str, Tensor]:
-    """Outputs ``[s, …]`` of the parts of every layer, the layers, the last norm and the head, in order of computation."""
+    """Outputs ``[s, …]`` of the layers' parts, the layers, the last norm and the head, in order of computation."""
     found: dict[str, Tensor] = {}
     hooks = {}
     for index, layer in enumerate(model.model.layers):
@@ -120,7 +120,9 @@ def check_layers(
         if bad:
             origin = "" if first is None else f"; follows from {first}"
             module, _, quantity = bad[0].rpartition(".")
-            where = Divergence(stage="rollout", module=module or "model", quantity=quantity, detail=f"{bad[0]} is the first{origin}")
+            where = Divergence(
+                stage="rollout", module=module or "model", quantity=quantity, detail=f"{bad[0]} is the first{origin}"
+            )
             first = first or bad[0]
         verdicts.append(
             Verdict(
@@ -130,7 +132,9 @@ def check_layers(
                 subject="vllm",
                 device=engine.device.label,
                 outcome=Outcome.FAIL if bad else Outcome.PASS,
-                reason=f"{len(bad)} of {len(names)} observations leave their budget" if bad else "every part agrees with golden",
+                reason=f"{len(bad)} of {len(names)} observations leave their budget"
+                if bad
+                else "every part agrees with golden",
                 measures=tuple(measures),
                 where=where,
                 next_command="pytest -m engine tests/layer/test_vllm_layers.py" if bad else None,

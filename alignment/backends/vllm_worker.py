@@ -27,7 +27,7 @@ FORCED = "alignment_forced_tokens"
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Leaves one token of the vocabulary at each step of a request that says which: a real decode step with a given token."""
+    """Leaves one token of the vocabulary at each step of a request that says which: real decode steps, given tokens."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -188,7 +188,7 @@ def derived_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
 
 
 def recompute(attention: Any, quantity: str) -> Tensor:
-    """``W_UK_T [h, qk_nope, kv_lora]`` or ``W_UV [h, kv_lora, v]`` from ``kv_b_proj.weight`` as it is now, in fresh memory."""
+    """``W_UK_T [h, qk_nope, kv_lora]`` or ``W_UV [h, kv_lora, v]`` from ``kv_b_proj.weight``, in new memory."""
     nope, value = attention.qk_nope_head_dim, attention.v_head_dim
     per_head = attention.kv_b_proj.weight.detach().reshape(-1, nope + value, attention.kv_lora_rank)
     if quantity == "W_UK_T":
@@ -239,4 +239,3 @@ def _experts(name: str, module: nn.Module) -> Iterator[Shard]:
         local = sorted((e for e in range(len(where)) if where[e] >= 0), key=lambda e: int(where[e]))
     parallel = module.moe_config.moe_parallel_config
     yield from unstacked_experts(name, w13, w2, local, tensor_parallel=not parallel.use_ep and parallel.tp_size > 1)
-

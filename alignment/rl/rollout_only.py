@@ -1,7 +1,7 @@
 """The rollout stage alone: bring up the engine of a configuration, generate, and say whether the text is garbled.
 
-Training does not start. What is left out of the question is the trainer: if text is garbled here, the engine, its weights
-or their sync is at fault, and the engine's own two paths are compared to tell which.
+Training does not start. What is left out of the question is the trainer: if text is garbled here, the engine, its
+weights or their sync is at fault, and the engine's own two paths are compared to tell which.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from alignment.errors import InputError
@@ -39,7 +38,7 @@ MAJORITY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One response: its prompt and text, its tokens, whether an end of text came before the limit, and its statistics."""
+    """One response: prompt, text, tokens, whether an end of text came before the limit, and its statistics."""
 
     prompt_id: str
     prompt: str
@@ -63,8 +62,8 @@ class RolloutOnly:
 def rollout_only(config: TrainConfig, *, prompts: int = 4, device: str | None = None) -> RolloutOnly:
     """Generate ``rollout.n`` responses to each of the first ``prompts`` prompts of the data.
 
-    With ``load_format=dummy`` the weights of ``model.path`` arrive by a sync, as in training; otherwise the engine reads
-    them itself. Comparing the two tells a broken sync from a broken engine.
+    With ``load_format=dummy`` the weights of ``model.path`` arrive by a sync, as in training; otherwise the engine
+    reads them itself. Comparing the two tells a broken sync from a broken engine.
 
     Raises:
         InputError: settings that cannot work; UnavailableError: an engine or device this machine does not have.
@@ -134,7 +133,7 @@ def compression_ratio(text: str) -> float:
 
 
 def unreadable(text: str) -> float:
-    """Share of characters that well-formed text does not have. A character cut off by the length limit is not counted."""
+    """Share of characters that well-formed text does not have. One cut off by the length limit is not counted."""
     kept = text.rstrip("\ufffd")
     bad = sum(c == "\ufffd" or (unicodedata.category(c) in ("Cc", "Cn", "Co") and c not in "\n\r\t") for c in kept)
     return bad / len(kept) if kept else 0.0
@@ -143,15 +142,27 @@ def unreadable(text: str) -> float:
 def check_text(samples: Sequence[Sample], *, subject: str, device: str) -> Verdict:
     """FAIL when most responses are garbled by one measure, INCONCLUSIVE when most only run into the length limit."""
     shares = {
-        "repeats itself": (sum(s.compression_ratio > COMPRESSION_RATIO for s in samples), f"raw/compressed bytes > {COMPRESSION_RATIO} (Whisper)"),
-        "is no language": (sum(s.unreadable > UNREADABLE for s in samples), "characters that text does not have"),
-        "is near uniform": (sum(s.surprisal_ratio > SURPRISAL_RATIO for s in samples), f"-log p above {SURPRISAL_RATIO} ln(vocabulary)"),
-        "is pinned at the length limit": (sum(not s.ended for s in samples), "no end of text within max_response_length"),
-    }  # fmt: skip
+        "repeats itself": (
+            [s.compression_ratio > COMPRESSION_RATIO for s in samples],
+            f"raw/compressed bytes > {COMPRESSION_RATIO} (Whisper)",
+        ),
+        "is no language": ([s.unreadable > UNREADABLE for s in samples], "characters that text does not have"),
+        "is near uniform": (
+            [s.surprisal_ratio > SURPRISAL_RATIO for s in samples],
+            f"-log p above {SURPRISAL_RATIO} ln(vocabulary)",
+        ),
+        "is pinned at the length limit": ([not s.ended for s in samples], "no end of text within max_response_length"),
+    }
     total = len(samples)
     measures = tuple(
-        Measure(name=f"share that {what}", value=count / total, bound=MAJORITY, unit="of responses", origin=f"majority; {rule}")
-        for what, (count, rule) in shares.items()
+        Measure(
+            name=f"share that {what}",
+            value=sum(flags) / total,
+            bound=MAJORITY,
+            unit="of responses",
+            origin=f"majority; {rule}",
+        )
+        for what, (flags, rule) in shares.items()
     )
     over = [what for (what, _), measure in zip(shares.items(), measures) if not measure.within]
     garbled = [what for what in over if "length" not in what]

@@ -10,7 +10,9 @@ from alignment.errors import UnavailableError
 from alignment.rl.config import TrainConfig
 
 
-def vllm_engine(config: TrainConfig, checkpoint: Path, *, device: Device, own_process: bool, takes_turns: bool) -> VllmRollout:
+def vllm_engine(
+    config: TrainConfig, checkpoint: Path, *, device: Device, own_process: bool, takes_turns: bool
+) -> VllmRollout:
     """vLLM with the run's model, dtype, load format and lengths.
 
     Args:

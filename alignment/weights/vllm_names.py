@@ -22,7 +22,7 @@ _EXPERTS = re.compile(r"(.*mlp\.experts)(?:\.routed_experts)?$")
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a tensor of the checkpoint; ``dim`` is the dimension that ranks cut, None where they do not."""
+    """What one rank holds of a tensor of the checkpoint; ``dim`` is the dimension that ranks cut, if they do."""
 
     name: str
     tensor: Tensor

@@ -68,14 +68,19 @@ def test_golden_trains_and_vllm_generates(golden_run, bound):
 
 
 def test_megatron_trains_and_vllm_generates_as_golden_does(wide_world, golden_run, bound, tmp_path):
-    """vLLM in a process of its own, beside the trainer's process group; the run in one, because Megatron's shims stay."""
+    """vLLM in a process of its own, beside the trainer's process group; the run in one: Megatron's shims stay."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     chosen = config(wide_world, engine__train="megatron", trainer__total_training_steps=STEPS)
     (tmp_path / "config.yaml").write_text(json.dumps(chosen.to_dict()))
-    command = [Path(sys.executable).with_name("alignment"), "dapo", "--config", tmp_path / "config.yaml", "--device", "cpu",
-               "--executor", "inprocess", "--run-dir", tmp_path / "run", "--json"]  # fmt: skip
+    program, written = Path(sys.executable).with_name("alignment"), tmp_path / "config.yaml"
+    command = [program, "dapo", "--config", written, "--device", "cpu", "--executor", "inprocess"]
+    command += ["--run-dir", tmp_path / "run", "--json"]
     done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -105,7 +110,9 @@ def test_updates_that_never_arrive_show_as_a_gap(wide_world, bound, tmp_path, mo
 
 
 def test_an_engine_that_cannot_sleep_is_told_before_it_starts(wide_world, tmp_path):
-    with pytest.raises(UnavailableError, match="free_cache_engine: the CPU build of vLLM cannot sleep.*free_cache_engine=false"):
+    with pytest.raises(
+        UnavailableError, match="free_cache_engine: the CPU build of vLLM cannot sleep.*free_cache_engine=false"
+    ):
         run_dapo(config(wide_world, actor_rollout_ref__rollout__free_cache_engine=True), run_dir=tmp_path / "run")
 
 
@@ -139,4 +146,6 @@ def test_a_response_depends_on_its_key_and_not_on_the_batch(wide_world):
     assert torch.equal(part.responses, whole.responses[order])
     assert not torch.equal(other.responses, whole.responses)
     ends = torch.isin(whole.responses, torch.tensor([5, 6])) & (whole.response_mask == 1)
-    assert torch.equal(whole.response_mask.sum(1) == 6, ~ends[:, :-1].any(1)), "a response ends with and contains its end"
+    assert torch.equal(whole.response_mask.sum(1) == 6, ~ends[:, :-1].any(1)), (
+        "a response ends with and contains its end"
+    )

@@ -130,7 +130,9 @@ def test_a_stream_that_breaks_leaves_the_engine_unusable_until_the_next_one(worl
     with pytest.raises(OSError, match="the trainer is gone"):
         engine.update_weights(breaks())
     with pytest.raises(InputError, match="generate: the last weight update failed half-way"):
-        engine.generate(torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3), GREEDY, torch.zeros(1, dtype=torch.int64))
+        engine.generate(
+            torch.ones(1, 3, dtype=torch.int64), torch.ones(1, 3), GREEDY, torch.zeros(1, dtype=torch.int64)
+        )
     engine.update_weights(world.stream())
     assert not failed(found := world.check(engine)), reasons(found)
 
@@ -139,8 +141,14 @@ def test_a_stream_that_breaks_leaves_the_engine_unusable_until_the_next_one(worl
     ("change", "message"),
     [
         (lambda t: {**t, "model.layers.0.self_attn.o_proj.weigth": torch.ones(1)}, "no such tensor.*did you mean"),
-        (lambda t: {**t, "lm_head.weight": torch.ones(500, 96)}, r"lm_head.weight: another shape; expected \[512, 96\]"),
-        (lambda t: {n: v for n, v in t.items() if n != "model.norm.weight"}, "lacks 1 of 85 tensors; expected model.norm.weight"),
+        (
+            lambda t: {**t, "lm_head.weight": torch.ones(500, 96)},
+            r"lm_head.weight: another shape; expected \[512, 96\]",
+        ),
+        (
+            lambda t: {n: v for n, v in t.items() if n != "model.norm.weight"},
+            "lacks 1 of 85 tensors; expected model.norm.weight",
+        ),
     ],
 )
 def test_wrong_streams_are_refused_by_name(world, engine, change, message):
@@ -197,7 +205,7 @@ def ascend_like(world):
 
 
 def test_fault_a_on_real_vllm(world, ascend_like):
-    """Every parameter is equal and the first token right; the absorbed projections are stale and every later token wrong."""
+    """Every parameter is equal and the first token right; the absorbed projections are stale, later tokens wrong."""
     world.train(0)
     ascend_like.update_weights(world.stream())
     assert not failed(found := world.check(ascend_like)), reasons(found)
@@ -226,7 +234,9 @@ def test_fault_a_makes_first_tokens_equal_and_later_ones_wrong(world, ascend_lik
     world.train(2)
     for one, post_process in ((engine, True), (ascend_like, False)):
         one.update_weights(world.stream(), post_process=post_process)
-    right, stale = (e.generate(prompts, torch.ones_like(prompts), GREEDY, torch.arange(4)) for e in (engine, ascend_like))
+    right, stale = (
+        e.generate(prompts, torch.ones_like(prompts), GREEDY, torch.arange(4)) for e in (engine, ascend_like)
+    )
     assert torch.equal(right.responses[:, 0], stale.responses[:, 0])
     assert torch.equal(right.log_probs[:, 0], stale.log_probs[:, 0])
     assert not torch.equal(right.responses[:, 1:], stale.responses[:, 1:])

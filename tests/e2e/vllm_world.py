@@ -1,4 +1,4 @@
-"""What the checks of vLLM share: a trainer with head widths it supports, its checkpoint, and how a live defect is pinned."""
+"""What the checks of vLLM share: a trainer with head widths it supports, and how a live defect is pinned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class LiveDefect(AssertionError):
 def live_defect(what: str):
     """A strict expected failure, pinned to the release it was found in: a release that mends it breaks the test."""
     version = installed_version() or ""
-    return pytest.mark.xfail(version.startswith(DEFECTS_OF), raises=LiveDefect, strict=True, reason=f"vllm {version}: {what}")
+    return pytest.mark.xfail(
+        version.startswith(DEFECTS_OF), raises=LiveDefect, strict=True, reason=f"vllm {version}: {what}"
+    )
 
 
 def show(signature: bool) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's decoder layers, dense and MoE, module by module, and its log-probs and greedy tokens, against the golden model."""
+"""vLLM's decoder layers, dense and MoE, module by module, its log-probs and its tokens, against the golden model."""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ class LiveDefect(AssertionError):
 def live_defect(what: str):
     """A strict expected failure, pinned to the release it was found in."""
     version = installed_version() or ""
-    return pytest.mark.xfail(version.startswith("0.32."), raises=LiveDefect, strict=True, reason=f"vllm {version}: {what}")
+    return pytest.mark.xfail(
+        version.startswith("0.32."), raises=LiveDefect, strict=True, reason=f"vllm {version}: {what}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +162,19 @@ def handed_to_kernel(monkeypatch) -> tuple[list, list]:
     experts = object.__new__(cpu_moe.CPUUnquantizedExperts)
     experts._use_zentorch = False
     experts.quant_config = types.SimpleNamespace(w1_bias=None, w2_bias=None)
-    names = ("output", "hidden_states", "w1", "w2", "activation", "global_num_experts", "a1q_scale", "a2_scale", "workspace13",
-             "workspace2", "expert_tokens_meta")  # fmt: skip
+    names = (
+        "output",
+        "hidden_states",
+        "w1",
+        "w2",
+        "activation",
+        "global_num_experts",
+        "a1q_scale",
+        "a2_scale",
+        "workspace13",
+        "workspace2",
+        "expert_tokens_meta",
+    )
     experts.apply(
         **{**dict.fromkeys(names), "activation": types.SimpleNamespace(value="silu")},
         topk_ids=torch.tensor([[2, 0], [3, 2]], dtype=torch.int32),

@@ -12,7 +12,13 @@ import torch
 from alignment.backends import vllm_cpu, vllm_rollout
 from alignment.backends.engine_model import engine_config
 from alignment.backends.rollout import SamplingParams
-from alignment.backends.vllm_rollout import VllmRollout, check_supported, mapped_sampling, request_seed, vllm_availability
+from alignment.backends.vllm_rollout import (
+    VllmRollout,
+    check_supported,
+    mapped_sampling,
+    request_seed,
+    vllm_availability,
+)
 from alignment.devices.base import get_device
 from alignment.errors import InputError, UnavailableError
 from alignment.models.config import YarnScaling, preset
@@ -42,8 +48,11 @@ def test_settings_that_cannot_work_are_named(installed, options, message):
 
 @pytest.mark.parametrize("name", ["tiny-moonlight", "tiny-deepseek"])
 def test_head_widths_without_a_kernel_are_refused_with_a_way_out(installed, name):
-    with pytest.raises(InputError, match="model: vLLM's MLA kernels do not support these head widths; expected kv_lora_rank 512 and "
-                                         "qk_rope_head_dim 64; found .*engine_model makes small ones"):  # fmt: skip
+    with pytest.raises(
+        InputError,
+        match="model: vLLM's MLA kernels do not support these head widths; expected kv_lora_rank 512 and "
+        "qk_rope_head_dim 64; found .*engine_model makes small ones",
+    ):
         VllmRollout(preset(name))
 
 
@@ -61,7 +70,9 @@ def test_a_tied_head_is_refused(installed):
 
 def test_a_yarn_configuration_that_implementations_read_differently_is_refused(installed):
     scaling = YarnScaling(factor=8.0, original_max_position_embeddings=64, mscale_all_dim=1.0)
-    with pytest.raises(InputError, match="both or neither of mscale and mscale_all_dim; found mscale None, mscale_all_dim 1.0"):
+    with pytest.raises(
+        InputError, match="both or neither of mscale and mscale_all_dim; found mscale None, mscale_all_dim 1.0"
+    ):
         VllmRollout(dataclasses.replace(engine_config(), rope_scaling=scaling))
 
 
@@ -69,8 +80,14 @@ def test_a_yarn_configuration_that_implementations_read_differently_is_refused(i
     ("option", "reason"),
     [
         ({"enforce_eager": False}, "enforce_eager=False: the CPU build of vLLM captures no graphs"),
-        ({"enable_chunked_prefill": True}, "enable_chunked_prefill=True: .*switches prefix caching and chunked prefill off"),
-        ({"enable_prefix_caching": True}, "enable_prefix_caching=True: .*switches prefix caching and chunked prefill off"),
+        (
+            {"enable_chunked_prefill": True},
+            "enable_chunked_prefill=True: .*switches prefix caching and chunked prefill off",
+        ),
+        (
+            {"enable_prefix_caching": True},
+            "enable_prefix_caching=True: .*switches prefix caching and chunked prefill off",
+        ),
     ],
 )
 def test_what_the_cpu_build_would_silently_leave_out_is_unavailable(installed, option, reason):
@@ -96,7 +113,10 @@ def test_an_untested_release_is_refused_on_the_cpu(monkeypatch):
 def test_a_release_without_forced_decoding_is_refused_everywhere(monkeypatch):
     monkeypatch.setattr(vllm_rollout, "installed_version", lambda: "0.9.1")
     npu = dataclasses.replace(get_device("cpu"), kind="npu")
-    assert vllm_availability(npu).reason == "vllm 0.9.1 cannot force tokens through decode steps; 0.11 is the first that can"
+    assert (
+        vllm_availability(npu).reason
+        == "vllm 0.9.1 cannot force tokens through decode steps; 0.11 is the first that can"
+    )
 
 
 def test_an_ascend_device_needs_the_ascend_plugin(installed, monkeypatch):
@@ -110,9 +130,18 @@ def test_an_ascend_device_needs_the_ascend_plugin(installed, monkeypatch):
 def test_every_sampling_parameter_is_mapped():
     params = SamplingParams(temperature=0.7, top_p=0.9, top_k=-1, max_new_tokens=5, eos_token_id=(2, 3), seed=4)
     assert mapped_sampling(params, 11) == {
-        "n": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": request_seed(params, 11), "max_tokens": 5,
-        "ignore_eos": True, "stop_token_ids": [2, 3], "logprobs": 0, "detokenize": False,
-    }  # fmt: skip
+        "n": 1,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": request_seed(params, 11),
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "stop_token_ids": [2, 3],
+        "logprobs": 0,
+        "detokenize": False,
+    }
     assert mapped_sampling(dataclasses.replace(params, top_k=7), 11)["top_k"] == 7
 
 
@@ -124,7 +153,9 @@ def test_a_seed_follows_from_run_and_sample_alone():
 
 def test_greedy_requests_have_no_seed_and_low_temperatures_are_refused():
     assert mapped_sampling(SamplingParams(temperature=0.0), 1)["seed"] is None
-    with pytest.raises(InputError, match="temperature: vLLM replaces this temperature by a higher one; expected 0 or at least 0.01"):
+    with pytest.raises(
+        InputError, match="temperature: vLLM replaces this temperature by a higher one; expected 0 or at least 0.01"
+    ):
         mapped_sampling(SamplingParams(temperature=0.001), 1)
 
 

@@ -10,7 +10,9 @@ from alignment.rl.rollout_only import RolloutOnly, Sample, check_text
 def result(text: str, **changes) -> RolloutOnly:
     fields = dict(tokens=7, ended=True, compression_ratio=1.2, surprisal_ratio=0.25, unreadable=0.0, **{})
     sample = Sample(prompt_id="sum-01", prompt="1 + 1 =", text=text, **{**fields, **changes})
-    return RolloutOnly(engine="golden", samples=(sample,), verdicts=(check_text([sample], subject="golden", device="cpu"),))
+    return RolloutOnly(
+        engine="golden", samples=(sample,), verdicts=(check_text([sample], subject="golden", device="cpu"),)
+    )
 
 
 def test_prompt_response_and_statistics_are_shown():

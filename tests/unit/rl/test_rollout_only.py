@@ -16,13 +16,19 @@ from alignment.numerics.verdict import Outcome
 from alignment.rl.rollout_only import Sample, check_paths, check_text, compression_ratio, unreadable
 
 PROSE = (
-    "The train leaves at nine and reaches the coast before noon. We counted forty boats in the harbour, most of them empty, "
-    "and a grey dog that watched the water as if it owned it."
+    "The train leaves at nine and reaches the coast before noon. We counted forty boats in the harbour, most of them "
+    "empty, and a grey dog that watched the water as if it owned it."
 )
 GOOD = Sample(
-    prompt_id="p", prompt="?", text=PROSE, tokens=40, ended=True, compression_ratio=compression_ratio(PROSE), surprisal_ratio=0.2,
+    prompt_id="p",
+    prompt="?",
+    text=PROSE,
+    tokens=40,
+    ended=True,
+    compression_ratio=compression_ratio(PROSE),
+    surprisal_ratio=0.2,
     unreadable=0.0,
-)  # fmt: skip
+)
 
 
 def judge(*changed: dict, intact: int = 1):

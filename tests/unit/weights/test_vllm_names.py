@@ -28,7 +28,9 @@ def test_a_plain_layer_keeps_its_name():
 
 
 def test_parts_that_do_not_fill_the_layer_are_an_error():
-    with pytest.raises(InputError, match="gate_up_proj: .*other parts.*gate_proj and up_proj, 6 rows together; found parts of"):
+    with pytest.raises(
+        InputError, match="gate_up_proj: .*other parts.*gate_proj and up_proj, 6 rows together; found parts of"
+    ):
         list(unfused("m.gate_up_proj", torch.ones(6, 2), [2, 3], None))
 
 
