@@ -1,10 +1,10 @@
-"""FP8 → BF16 of a checkpoint of many gigabytes: peak anonymous memory, and throughput against plainly writing as many bytes.
+"""FP8 → BF16 of a checkpoint of many gigabytes: peak anonymous memory, and throughput against plain writing.
 
     python benchmarks/fp8.py [--gigabytes 8] [--folder /tmp/fp8-benchmark] [--keep]
 
-Writes a synthetic sharded FP8 checkpoint so large that its conversion has the given size, converts it, writes each file's number
-of zero bytes plainly in turn, and prints one row. Both are timed with the source in the page cache and flushed to the disk
-(fsync per file). Bars: peak RssAnon under 2 GB, at least half of the throughput of plain writing.
+Writes a synthetic sharded FP8 checkpoint so large that its conversion has the given size, converts it, writes each
+file's number of zero bytes plainly in turn, and prints one row. Both are timed with the source in the page cache and
+flushed to the disk (fsync per file). Bars: peak RssAnon under 2 GB, at least half of the throughput of plain writing.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Stopwatch:
 
 
 def convert(source: Path, target: Path, plain: Path) -> None:
-    """Runs in a process of its own, so that nothing else counts. After every file it is written plainly as well, so that other
-    load on the machine falls on both."""
+    """Runs in a process of its own, so that nothing else counts. After every file it is written plainly as well, so
+    that other load on the machine falls on both."""
     whole, written, finished = Stopwatch(), Stopwatch(), []
 
     def write(path: Path) -> None:
@@ -158,7 +158,9 @@ def main() -> int:
         source, target = root / "source", root / "target"
         write_source(source, int(arguments.gigabytes * 1e9))
         for path in source.iterdir():
-            path.read_bytes() if path.suffix == ".json" else subprocess.run(["cat", path], stdout=subprocess.DEVNULL, check=True)
+            path.read_bytes() if path.suffix == ".json" else subprocess.run(
+                ["cat", path], stdout=subprocess.DEVNULL, check=True
+            )
         command = [sys.executable, __file__, "--convert", str(source), str(target), str(root / "plain")]
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         ratio, gigabytes = found["plain_seconds"] / found["seconds"], found["nbytes"] / 1e9

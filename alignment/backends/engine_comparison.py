@@ -1,7 +1,9 @@
-"""Training engines side by side: memory, communication, start-up, and how much source lies between a call and its kernels.
+"""Training engines side by side: memory, communication, start-up, and how much source lies between a call and its
+kernels.
 
-Every engine takes the same steps on the same rows, on as many processes of its own as there are ranks. What is counted is
-counted where tensors are made, so that the numbers are the same on every device and on every run; only seconds are not.
+Every engine takes the same steps on the same rows, on as many processes of its own as there are ranks. What is counted
+is counted where tensors are made, so that the numbers are the same on every device and on every run; only seconds are
+not.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, ProcessGroupRanks, TrainingEngine
+from alignment.backends.training import (
+    LossFunction,
+    MicroBatch,
+    OptimizerConfig,
+    Outputs,
+    ProcessGroupRanks,
+    TrainingEngine,
+)
 from alignment.devices.base import Device, get_device
 from alignment.errors import InputError, UnavailableError
 from alignment.models.config import ModelConfig, preset
@@ -50,7 +59,8 @@ class EngineRow:
         first_step_seconds, step_seconds: the first update, and the median of later ones.
         held_bytes: tensors between updates: weights, main weights, optimizer, buffers, gradients that are kept.
         peak_bytes: most bytes of tensors alive during an update.
-        collectives: calls and bytes of each collective operation in one update; the bytes are those of its largest argument.
+        collectives: calls and bytes of each collective operation in one update; the bytes are those of its largest
+            argument.
         sent_bytes: what a rank sends for them where rings are used.
         frames: Python frames from the call of ``update`` to the first matrix product.
         lines_to_kernel: different source lines that run in between: what one steps through.
@@ -100,11 +110,14 @@ def compare_engines(
         timeout_seconds: of one engine.
 
     Raises:
-        InputError: an unknown engine, or one that fails otherwise than by not being available; the message has its error.
+        InputError: an unknown engine, or one that fails otherwise than by not being available; the message has its
+        error.
     """
     for name in engines:
         if name not in ENGINES:
-            raise InputError("there is no such engine to compare", where="engines", expected=", ".join(ENGINES), found=name)
+            raise InputError(
+                "there is no such engine to compare", where="engines", expected=", ".join(ENGINES), found=name
+            )
     config = preset(model) if isinstance(model, str) else model
     with tempfile.TemporaryDirectory() as folder:
         _write_checkpoint(Path(folder) / "model", config)
@@ -113,14 +126,15 @@ def compare_engines(
         ]
 
 
-# --- what is measured --------------------------------------------------------------------------------------------------
+# --- what is measured
+# --------------------------------------------------------------------------------------------------
 
 
 class Tally(TorchDispatchMode):
     """Counts the bytes of live tensors and the collective operations while it is active.
 
-    Tensors that are alive at its start count from the start. Memory that is given back by shrinking a storage, as FSDP2 does, is
-    seen as well.
+    Tensors that are alive at its start count from the start. Memory that is given back by shrinking a storage, as
+    FSDP2 does, is seen as well.
     """
 
     def __init__(self) -> None:
@@ -211,7 +225,8 @@ def live_storages() -> dict[int, torch.UntypedStorage]:
 
 
 def _is_wrapper(kind: type) -> bool:
-    """Whether tensors of this type, such as DTensor, hold others: the storage they show is as large as if they did not."""
+    """Whether tensors of this type, such as DTensor, hold others: the storage they show is as large as if they did
+    not."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -282,7 +297,8 @@ def _is_ours(file: str) -> bool:
     return file == __file__ or file.endswith("_python_dispatch.py")
 
 
-# --- the workload ------------------------------------------------------------------------------------------------------
+# --- the workload
+# ------------------------------------------------------------------------------------------------------
 
 
 def _write_checkpoint(directory: Path, config: ModelConfig) -> None:
@@ -358,7 +374,8 @@ def build_engine(name: str, checkpoint: Path, *, device: Device, ranks: Any) -> 
     )
 
 
-# --- processes ---------------------------------------------------------------------------------------------------------
+# --- processes
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _launch(name: str, folder: Path, *, ranks: int, device: str, timeout_seconds: float) -> EngineRow:

@@ -18,9 +18,9 @@ _TIMEOUT = datetime.timedelta(seconds=120)
 def gradient_scale(device: Device) -> float:
     """By what the gradients of FSDP2 have to be multiplied to be *sums* over the ranks, found out by trying.
 
-    FSDP2 is meant to give means, for which the answer is the number of ranks. torch 2.7 over gloo gives twice as much in some
-    versions; such a constant is corrected. The probe is a linear map whose gradient is known on every rank, sharded as
-    models are: a block within a root, with rows for some ranks only.
+    FSDP2 is meant to give means, for which the answer is the number of ranks. torch 2.7 over gloo gives twice as much
+    in some versions; such a constant is corrected. The probe is a linear map whose gradient is known on every rank,
+    sharded as models are: a block within a root, with rows for some ranks only.
 
     Raises:
         UnavailableError: the factor differs between parameters or is no number, so that nothing can be corrected.

@@ -1,4 +1,5 @@
-"""What FSDP2 shards: the golden model or transformers' DeepseekV3, built without memory, and the names of its pieces."""
+"""What FSDP2 shards: the golden model or transformers' DeepseekV3, built without memory, and the names of its
+pieces."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ LogitsOf = Callable[..., Tensor]
 class Piece:
     """A tensor of the checkpoint as a part of a tensor of the model.
 
-    ``expert`` is its place in dimension 0 of a tensor that stacks experts, ``rows`` its half of the next dimension (0 of 2,
-    1 of 2) where gate and up projection share one; both are None where the tensors are the same.
+    ``expert`` is its place in dimension 0 of a tensor that stacks experts, ``rows`` its half of the next dimension (0
+    of 2, 1 of 2) where gate and up projection share one; both are None where the tensors are the same.
     """
 
     name: str
@@ -36,7 +37,8 @@ class Piece:
     half: int | None = None
 
     def of(self, tensor: Tensor, *, start: int = 0) -> Tensor | None:
-        """The view of this piece in ``tensor``, whose rows begin at row ``start`` of the whole; None where it has none of it."""
+        """The view of this piece in ``tensor``, whose rows begin at row ``start`` of the whole; None where it has none
+        of it."""
         if self.expert is None:
             return tensor
         if not start <= self.expert < start + len(tensor):
@@ -90,7 +92,9 @@ def build_transformers(
     if importlib.util.find_spec("transformers.models.deepseek_v3") is None:
         from transformers import __version__
 
-        raise UnavailableError("this release of transformers has no DeepseekV3", expected="4.53 or later", found=__version__)
+        raise UnavailableError(
+            "this release of transformers has no DeepseekV3", expected="4.53 or later", found=__version__
+        )
     if config.latent_norm_eps != _LATENT_NORM_EPS:
         raise InputError(
             "transformers fixes the ε of the latent norms",
@@ -122,8 +126,8 @@ def build_transformers(
 def _touch_every_expert(module: nn.Module, arguments: tuple, output: Tensor) -> Tensor:
     """Gives experts that no token chose a gradient of zero.
 
-    transformers 4 skips them. FSDP2 sums the gradients that a rank *has*; ranks whose tokens chose other experts would sum
-    tensors of different sizes.
+    transformers 4 skips them. FSDP2 sums the gradients that a rank *has*; ranks whose tokens chose other experts would
+    sum tensors of different sizes.
     """
     return output + sum(p.sum() for p in module.experts.parameters()) * 0.0
 
@@ -157,7 +161,8 @@ def recompute_activations(block: nn.Module) -> None:
 
 
 def shard_rows(rows: int, rank: int, world_size: int) -> tuple[int, int]:
-    """First and behind the last of the ``rows`` in dimension 0 that FSDP2 gives to ``rank`` (``torch.chunk``'s rule)."""
+    """First and behind the last of the ``rows`` in dimension 0 that FSDP2 gives to ``rank`` (``torch.chunk``'s
+    rule)."""
     size = -(-rows // world_size)
     return min(rank * size, rows), min((rank + 1) * size, rows)
 

@@ -1,4 +1,4 @@
-"""The training engine on FSDP2 (``torch.distributed.fsdp.fully_shard``): parameters, gradients and optimizer in shards."""
+"""The training engine on FSDP2 (``torch.distributed.fsdp.fully_shard``): every rank holds a shard of everything."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class FsdpSettings:
 class FsdpTrainingEngine:
     """A policy trained by FSDP2, a shard of it on every rank. See :class:`~alignment.backends.training.TrainingEngine`.
 
-    Every rank is a data parallel rank with rows of its own. Weights of a lower precision than float32 are held, summed and
-    stepped in float32 and gathered in their own precision. All ranks run as many passes as the one with most micro batches.
+    Every rank is a data parallel rank with rows of its own. Weights of a lower precision than float32 are held, summed
+    and stepped in float32 and gathered in their own precision. All ranks run as many passes as the one with most micro
+    batches.
 
     Args:
         config: of the model.
@@ -84,7 +85,9 @@ class FsdpTrainingEngine:
         self.updates = 0
         self._outputs, self._resident = outputs, True
         if config.tie_word_embeddings:
-            raise InputError("FSDP2 training of a tied head is not supported", where="tie_word_embeddings", expected=False)
+            raise InputError(
+                "FSDP2 training of a tied head is not supported", where="tie_word_embeddings", expected=False
+            )
         self._owns_group = join_group(device)
         import torch.distributed as dist
 
@@ -134,11 +137,12 @@ class FsdpTrainingEngine:
         """One optimizer step over one mini batch. See :class:`~alignment.backends.training.TrainingEngine`.
 
         Args:
-            observe_gradients: gets the gradient of every parameter under its Hugging Face name, summed over micro batches
-                and ranks, before clipping; it has to read the stream to its end, on every rank.
+            observe_gradients: gets the gradient of every parameter under its Hugging Face name, summed over micro
+                batches and ranks, before clipping; it has to read the stream to its end, on every rank.
 
         Raises:
-            InputError: the outputs or the gradient are not finite, on this rank or another (the weights are then left as
+            InputError: the outputs or the gradient are not finite, on this rank or another (the weights are then left
+            as
                 they were).
         """
         self._require_resident(stage)
@@ -164,7 +168,9 @@ class FsdpTrainingEngine:
         if not math.isfinite(grad_norm):
             name = next(n for n, norm in norms.items() if not math.isfinite(norm))
             self._optimizer.zero_grad(set_to_none=True)
-            raise InputError("the gradient is not finite", where=f"{stage} · {name}", expected="finite", found=grad_norm)
+            raise InputError(
+                "the gradient is not finite", where=f"{stage} · {name}", expected="finite", found=grad_norm
+            )
         if observe_gradients:
             observe_gradients(self._stream(gradients))
         by_piece = self._norms(gradients, by_piece=True) if parameter_grad_norms else {}
@@ -222,7 +228,9 @@ class FsdpTrainingEngine:
         """The micro batches, then idle ones up to the number that every rank runs."""
         counts = self._gather_numbers(len(micro_batches))
         if min(counts) == 0:
-            raise InputError("a rank has no micro batch", where=stage, expected="at least one", found=f"{counts} by rank")
+            raise InputError(
+                "a rank has no micro batch", where=stage, expected="at least one", found=f"{counts} by rank"
+            )
         yield from ((batch, False) for batch in micro_batches)
         yield from ((micro_batches[-1], True) for _ in range(max(counts) - len(micro_batches)))
 
@@ -442,7 +450,11 @@ class FsdpTrainingEngine:
 
         if self.rank == 0:
             write_atomically(plan.path, write)
-            hf = {**self.config.to_hf(), "architectures": [ARCHITECTURE], "torch_dtype": str(self.dtype).removeprefix("torch.")}
+            hf = {
+                **self.config.to_hf(),
+                "architectures": [ARCHITECTURE],
+                "torch_dtype": str(self.dtype).removeprefix("torch."),
+            }
             text = json.dumps(hf, indent=2, sort_keys=True) + "\n"
             write_atomically(directory / CONFIG_FILE, lambda beside: beside.write_text(text, encoding="utf-8"))
         else:

@@ -44,13 +44,13 @@ def cut_checkpoint(
     keep_mtp: bool = False,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Cut:
-    """Writes a checkpoint of the given decoder layers of ``src``, in the given order, with everything outside the layers.
+    """Writes a checkpoint of the given decoder layers of ``src``, in that order, with all that is outside of layers.
 
-    Layer ``layers[i]`` becomes layer ``i``; ``num_hidden_layers`` and ``first_k_dense_replace`` are set anew, and so are
-    lists by layer. FP8 weights keep their scales and ``quantization_config``. Tensors are copied byte by byte in the
-    order of the layers, a few megabytes in memory at a time. Multi-token-prediction layers (those behind the last layer of the
-    configuration) are left out, or kept behind the last layer. The folder appears whole or not at all, with the small files of the source
-    (tokenizer, generation settings).
+    Layer ``layers[i]`` becomes layer ``i``; ``num_hidden_layers`` and ``first_k_dense_replace`` are set anew, and so
+    are lists by layer. FP8 weights keep their scales and ``quantization_config``. Tensors are copied byte by byte in
+    the order of the layers, a few megabytes in memory at a time. Multi-token-prediction layers (those behind the last
+    layer of the configuration) are left out, or kept behind the last layer. The folder appears whole or not at all,
+    with the small files of the source (tokenizer, generation settings).
 
     Args:
         layers: numbers from 0; each at most once.
@@ -111,7 +111,10 @@ def _check_layers(layers: tuple[int, ...], config: ModelConfig, src: Path) -> No
     for layer in layers:
         if type(layer) is not int or not 0 <= layer < config.num_hidden_layers:
             raise InputError(
-                "the checkpoint has no such layer", where=src, expected=f"0 to {config.num_hidden_layers - 1}", found=layer
+                "the checkpoint has no such layer",
+                where=src,
+                expected=f"0 to {config.num_hidden_layers - 1}",
+                found=layer,
             )
         if layers.count(layer) > 1:
             raise InputError("a layer is named twice", where="layers", found=layer)
@@ -122,8 +125,7 @@ def _check_layers(layers: tuple[int, ...], config: ModelConfig, src: Path) -> No
                 where="layers",
                 expected=f"the dense layers (0 to {config.first_k_dense_replace - 1}) first",
                 found=",".join(map(str, layers)),
-                next_step="name the dense layers first: "
-                + ",".join(map(str, sorted(layers, key=config.is_moe_layer))),
+                next_step="name the dense layers first: " + ",".join(map(str, sorted(layers, key=config.is_moe_layer))),
             )
 
 
@@ -146,7 +148,9 @@ def _renamed(stored: Mapping[str, StoredTensor], kept: tuple[int, ...]) -> dict[
     return {name: tensor for _, name, tensor in sorted(ordered, key=lambda entry: entry[0])}
 
 
-def _new_config(hf: dict[str, Any], config: ModelConfig, layers: tuple[int, ...], mtp: tuple[int, ...]) -> dict[str, Any]:
+def _new_config(
+    hf: dict[str, Any], config: ModelConfig, layers: tuple[int, ...], mtp: tuple[int, ...]
+) -> dict[str, Any]:
     new = {
         **hf,
         "num_hidden_layers": len(layers),

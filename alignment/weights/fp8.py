@@ -41,7 +41,8 @@ _FOREIGN_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What :func:`convert_fp8_checkpoint` did: counts of tensors and files, bytes of output; ``kept`` files were there."""
+    """What :func:`convert_fp8_checkpoint` did: counts of tensors and files, bytes of output; ``kept`` files were
+    there."""
 
     dequantized: int
     copied: int
@@ -58,8 +59,8 @@ def convert_fp8_checkpoint(src: str | Path, dst: str | Path, *, progress: Progre
     byte by byte, the scales are left out, the index is rebuilt, ``config.json`` loses its ``quantization_config``, and
     the small files beside (tokenizer, generation settings) are copied.
 
-    Every file appears whole or not at all, and ``config.json`` last. A killed conversion continues where it was when it is
-    called again: a file is kept when it says that it comes from the same source. Memory is a few blocks of rows.
+    Every file appears whole or not at all, and ``config.json`` last. A killed conversion continues where it was when
+    it is called again: a file is kept when it says that it comes from the same source. Memory is a few blocks of rows.
 
     Raises:
         InputError: no FP8 weights, a scale that is missing, of another shape or not a positive number, a weight that is
@@ -147,10 +148,11 @@ def dequantize(weight: Tensor, scale_inv: Tensor, *, block: tuple[int, int] = (1
 
 
 def quantize(weight: Tensor, *, block: tuple[int, int] = (128, 128)) -> tuple[Tensor, Tensor]:
-    """``weight`` [r, c] as float8_e4m3fn and its block scales in float32: the inverse of :func:`dequantize` up to rounding.
+    """``weight`` [r, c] as float8_e4m3fn and its block scales in float32: the inverse of :func:`dequantize` up to
+    rounding.
 
-    A block's scale is its largest magnitude divided by 448, the largest e4m3 number (DeepSeek-V3 report, section 3.3); 1
-    where a block is all zeros.
+    A block's scale is its largest magnitude divided by 448, the largest e4m3 number (DeepSeek-V3 report, section 3.3);
+    1 where a block is all zeros.
     """
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
@@ -217,7 +219,8 @@ class _Converter:
             self._values = torch.empty(codes.numel(), dtype=torch.float32)
         bits = self._bits[: codes.numel()].view(codes.shape)
         values = self._values[: codes.numel()].view(codes.shape)
-        # Sign, exponent and fraction moved to where bfloat16 has them; torch's own cast from float8 takes ten times as long.
+        # Sign, exponent and fraction moved to where bfloat16 has them; torch's own cast from float8 takes ten times as
+        # long.
         bits.copy_(codes).bitwise_left_shift_(4).bitwise_and_(-0x7810)
         values.copy_(bits.view(torch.bfloat16)).mul_(_REBIAS).mul_(scale)
         largest = float(scale.max())
@@ -241,20 +244,17 @@ def _alone_in(dst: Path) -> Iterator[None]:
 def _block_size(config: Mapping[str, Any], where: Path) -> tuple[int, int]:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
-        raise InputError(
-            "the checkpoint is not quantised", where=where, expected="a quantization_config", found="none"
-        )
+        raise InputError("the checkpoint is not quantised", where=where, expected="a quantization_config", found="none")
     for key, only in (("quant_method", "fp8"), ("fmt", "e4m3")):
         if quantization.get(key, only) != only:
             raise InputError(
-                "another kind of quantisation", where=f"{where}: quantization_config.{key}", expected=only, found=quantization[key]
+                "another kind of quantisation",
+                where=f"{where}: quantization_config.{key}",
+                expected=only,
+                found=quantization[key],
             )
     block = quantization.get("weight_block_size")
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or not all(type(side) is int and side > 0 for side in block)
-    ):
+    if not isinstance(block, list) or len(block) != 2 or not all(type(side) is int and side > 0 for side in block):
         raise InputError(
             "the weights are not scaled by blocks",
             where=f"{where}: quantization_config.weight_block_size",
@@ -291,12 +291,17 @@ def _scales(stored: Mapping[str, StoredTensor], block: tuple[int, int]) -> dict[
             raise InputError(f"the FP8 weight has no scale {name}{SCALE_SUFFIX}", where=f"{tensor.path}: {name}")
         if scale.dtype not in ("F32", "BF16", "F16"):
             raise InputError(
-                "a scale of an unknown dtype", where=f"{scale.path}: {scale.name}", expected="F32, BF16 or F16", found=scale.dtype
+                "a scale of an unknown dtype",
+                where=f"{scale.path}: {scale.name}",
+                expected="F32, BF16 or F16",
+                found=scale.dtype,
             )
         _check_scale_shape(scale.shape, tensor.shape, block, where=f"{scale.path}: {scale.name}")
         scales[name] = scale
     if not scales:
-        raise InputError("the checkpoint holds no FP8 weight", where=next(iter(stored.values())).path.parent if stored else None)
+        raise InputError(
+            "the checkpoint holds no FP8 weight", where=next(iter(stored.values())).path.parent if stored else None
+        )
     return scales
 
 

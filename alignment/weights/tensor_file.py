@@ -1,4 +1,5 @@
-"""safetensors files as bytes: headers read and written by hand, so that a tensor never has to be in memory as a whole."""
+"""safetensors files as bytes: headers read and written by hand, so that a tensor never has to be in memory as a
+whole."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies: ``dtype`` in the names of the format (``BF16``), ``begin`` in bytes from the start of ``path``."""
+    """Where a tensor lies: ``dtype`` in the names of the format (``BF16``), ``begin`` in bytes from the start of
+    ``path``."""
 
     name: str
     dtype: str
@@ -79,7 +81,10 @@ def read_header(path: Path) -> TensorFile:
         for name, entry in listed:
             if entry["dtype"] not in ITEM_BYTES:
                 raise InputError(
-                    "a dtype that cannot be copied", where=f"{path}: {name}", expected=", ".join(ITEM_BYTES), found=entry["dtype"]
+                    "a dtype that cannot be copied",
+                    where=f"{path}: {name}",
+                    expected=", ".join(ITEM_BYTES),
+                    found=entry["dtype"],
                 )
             begin, stop = entry["data_offsets"]
             tensor = StoredTensor(
@@ -146,7 +151,11 @@ def plan_file(
     header = len(text).to_bytes(8, "little") + text
     placed = [
         StoredTensor(
-            name=name, dtype=dtype, shape=tuple(shape), path=Path(path), begin=len(header) + content[name]["data_offsets"][0]
+            name=name,
+            dtype=dtype,
+            shape=tuple(shape),
+            path=Path(path),
+            begin=len(header) + content[name]["data_offsets"][0],
         )
         for name, dtype, shape in ordered
     ]
@@ -159,7 +168,8 @@ def write_file(at: Path, plan: TensorFile, fill: Callable[[StoredTensor, BinaryI
         out.write(plan.header)
         for tensor in plan.tensors:
             fill(tensor, out)
-            # Has the kernel begin to write what is complete, so that the flush at the end finds the disk done with most of it.
+            # Has the kernel begin to write what is complete, so that the flush at the end finds the disk done with
+            # most of it.
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(out.fileno(), tensor.begin, tensor.nbytes, os.POSIX_FADV_DONTNEED)
             if out.tell() != tensor.begin + tensor.nbytes:

@@ -1,4 +1,5 @@
-"""DAPO with its policy on FSDP2: recorded rollouts replayed against the golden engine, and runs that are killed and resumed."""
+"""DAPO with its policy on FSDP2: recorded rollouts replayed against the golden engine, and runs that are killed and
+resumed."""
 
 from __future__ import annotations
 
@@ -31,11 +32,17 @@ def record(world, tmp_path_factory):
     """Recorded rollouts, the golden engine's replay of them, and the budgets that its perturbed replays give."""
     pytest.importorskip("transformers")
     directory = tmp_path_factory.mktemp("fsdp_record")
-    skip = {"actor_rollout_ref__rollout__skip__enable": True, "actor_rollout_ref__rollout__skip__dump_dir": str(directory / "rollouts")}
+    skip = {
+        "actor_rollout_ref__rollout__skip__enable": True,
+        "actor_rollout_ref__rollout__skip__dump_dir": str(directory / "rollouts"),
+    }
     golden = run_dapo(dapo_world.config(world, **SETTINGS, **skip), run_dir=directory / "golden")
     shaken = [
         replay_steps(
-            dapo_world.config(world, **SETTINGS), record=directory / "rollouts", run_dir=directory / str(seed), perturbation=seed
+            dapo_world.config(world, **SETTINGS),
+            record=directory / "rollouts",
+            run_dir=directory / str(seed),
+            perturbation=seed,
         )
         for seed in PERTURBATIONS
     ]
@@ -109,7 +116,11 @@ def test_killed_and_resumed_gives_the_uninterrupted_curve(world, tmp_path):
     settings = {**FSDP, "trainer__save_freq": 1, "actor_rollout_ref__actor__optim__lr_warmup_steps": 4}
     run_dapo(dapo_world.config(world, **settings), run_dir=tmp_path / "straight")
     script = KILLED.format(
-        here=str(Path(__file__).parent), world=str(world), run_dir=str(tmp_path / "killed"), settings=settings, stage="update_actor"
+        here=str(Path(__file__).parent),
+        world=str(world),
+        run_dir=str(tmp_path / "killed"),
+        settings=settings,
+        stage="update_actor",
     )
     ended = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, timeout=600)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
@@ -136,9 +147,13 @@ def test_a_checkpoint_of_another_engine_is_refused(world, tmp_path):
 
 @pytest.mark.slow
 def test_two_ray_ranks_train_the_curve_of_one_and_resume(world, record, ray_cluster, tmp_path):
-    """Sharded over two actors, which hold a half each: within the same budgets, and identical when a run is taken up."""
+    """Sharded over two actors, which hold a half each: within the same budgets, and identical when a run is taken
+    up."""
     rollouts, golden, allowed = record
-    skip = {"actor_rollout_ref__rollout__skip__enable": True, "actor_rollout_ref__rollout__skip__dump_dir": str(rollouts)}
+    skip = {
+        "actor_rollout_ref__rollout__skip__enable": True,
+        "actor_rollout_ref__rollout__skip__dump_dir": str(rollouts),
+    }
     settings = dapo_world.config(world, **FSDP, **skip, trainer__n_gpus_per_node=2, trainer__save_freq=1)
     ours = run_dapo(settings, run_dir=tmp_path / "straight", executor="ray")
     for step in range(STEPS):

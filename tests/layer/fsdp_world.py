@@ -1,4 +1,5 @@
-"""Ranks of an FSDP2 run as processes, and what the float64 golden engine makes of the same rows. As a script it is one rank."""
+"""Ranks of an FSDP2 run as processes, and what the float64 golden engine makes of the same rows. As a script it is one
+rank."""
 
 from __future__ import annotations
 
@@ -8,7 +9,17 @@ import sys
 from pathlib import Path
 
 import torch
-from megatron_world import LEARNING_RATE, STEPS, golden_outputs, join, policy_loss, replayed_rows, run_steps, share, weights
+from megatron_world import (
+    LEARNING_RATE,
+    STEPS,
+    golden_outputs,
+    join,
+    policy_loss,
+    replayed_rows,
+    run_steps,
+    share,
+    weights,
+)
 
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
@@ -86,7 +97,10 @@ class Golden:
 
     def gradient_errors(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
         floor = GRADIENT_FLOOR * self.norms[0] / len(self.gradients) ** 0.5
-        return {n: float((found[f"gradient.{n}"].double() - g).norm() / (g.norm() + floor)) for n, g in self.gradients.items()}
+        return {
+            n: float((found[f"gradient.{n}"].double() - g).norm() / (g.norm() + floor))
+            for n, g in self.gradients.items()
+        }
 
     def logits_error(self, found: list[torch.Tensor]) -> float:
         """Largest difference over the largest logit."""

@@ -59,7 +59,9 @@ def test_fsdp_gathers_twice_and_scatters_once_per_micro_batch(rows, sizes):
     assert found["reduce_scatter_base"][0] == units * MICRO_BATCHES
     # Rows that do not divide by the ranks are padded.
     assert parameters * MICRO_BATCHES <= found["reduce_scatter_base"][1] < parameters * MICRO_BATCHES * 1.05
-    assert rows["fsdp-golden"].calls > rows["golden"].calls and rows["fsdp-golden"].sent_bytes > rows["golden"].sent_bytes
+    assert (
+        rows["fsdp-golden"].calls > rows["golden"].calls and rows["fsdp-golden"].sent_bytes > rows["golden"].sent_bytes
+    )
 
 
 def test_more_source_lies_between_a_call_and_a_sharded_kernel(rows):
@@ -74,7 +76,8 @@ def test_seconds_are_there(rows):
 
 
 def test_an_engine_that_is_not_installed_says_why(monkeypatch, tmp_path):
-    """The reason comes from a process of its own, where nothing can be patched: a package of that name that fails to import."""
+    """The reason comes from a process of its own, where nothing can be patched: a package of that name that fails to
+    import."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -83,7 +86,9 @@ def test_an_engine_that_is_not_installed_says_why(monkeypatch, tmp_path):
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(InputError, match="engines: there is no such engine to compare; expected golden, .*found deepspeed"):
+    with pytest.raises(
+        InputError, match="engines: there is no such engine to compare; expected golden, .*found deepspeed"
+    ):
         compare_engines(["deepspeed"])
 
 

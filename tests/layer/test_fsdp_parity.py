@@ -12,8 +12,8 @@ from fsdp_world import Golden
 from megatron_world import launch
 from safetensors.torch import load_file
 
-# The bars of the project for FSDP2 against the golden in float32 on the tiny presets: logits relative to the largest, gradients
-# in relative L2 with a floor, losses relative to the larger of the loss and the mean |advantage|.
+# The bars of the project for FSDP2 against the golden in float32 on the tiny presets: logits relative to the largest,
+# gradients in relative L2 with a floor, losses relative to the larger of the loss and the mean |advantage|.
 LOGITS_BAR, GRADIENT_BAR, LOSS_BAR = 1e-5, 1e-4, 1e-5
 
 ON_ONE = {

@@ -29,11 +29,15 @@ def engine_of(model="golden", *, dtype="float32", outputs=golden_outputs):
 
 
 def steps(engine, batches, count):
-    return [(r.metrics["loss"], r.grad_norm) for r in (engine.update(batches, policy_loss, stage="update_actor") for _ in range(count))]
+    return [
+        (r.metrics["loss"], r.grad_norm)
+        for r in (engine.update(batches, policy_loss, stage="update_actor") for _ in range(count))
+    ]
 
 
 def main(rank: int, world_size: int, job: dict) -> None:
-    """One of two ranks: a straight run, one that is saved, loaded, offloaded and goes on, and errors on one rank only."""
+    """One of two ranks: a straight run, one that is saved, loaded, offloaded and goes on, and errors on one rank
+    only."""
     join(rank, world_size, job)
     folder = Path(job["results"])
     found: dict = {}
@@ -89,7 +93,13 @@ def ran(tmp_path_factory):
 def test_a_resumed_engine_takes_the_same_steps(ran, dtype):
     folder, found = ran
     assert found[0][f"{dtype} same"] and found[1][f"{dtype} same"]
-    for file in ("model.safetensors", "shard_rank_0.safetensors", "shard_rank_1.safetensors", "fsdp.json", "config.json"):
+    for file in (
+        "model.safetensors",
+        "shard_rank_0.safetensors",
+        "shard_rank_1.safetensors",
+        "fsdp.json",
+        "config.json",
+    ):
         assert (folder / dtype / "resumed" / file).read_bytes() == (folder / dtype / "straight" / file).read_bytes()
         assert (folder / dtype / "first" / file).read_bytes() == (folder / dtype / "again" / file).read_bytes()
     shard = "shard_rank_0.safetensors"
@@ -105,7 +115,8 @@ def test_the_saved_checkpoint_is_what_is_exported(ran, dtype):
 
 
 def test_main_weights_are_finer_than_what_is_exported(ran):
-    """The steps of a small learning rate vanish in bfloat16: the shards have to keep what the checkpoint rounds away."""
+    """The steps of a small learning rate vanish in bfloat16: the shards have to keep what the checkpoint rounds
+    away."""
     folder, _ = ran
     main = load_file(folder / "bfloat16" / "first" / "shard_rank_0.safetensors")["main.model.norm.weight"]
     assert main.dtype == torch.float32 and not torch.equal(main, main.bfloat16().float())
@@ -137,7 +148,9 @@ def alone():
 
 
 def test_a_state_of_two_ranks_is_refused_by_one(ran, alone):
-    with pytest.raises(InputError, match="saved under another layout; expected .*'world_size': 1.*found .*'world_size': 2"):
+    with pytest.raises(
+        InputError, match="saved under another layout; expected .*'world_size': 1.*found .*'world_size': 2"
+    ):
         engine_of().load_state(ran[0] / "float32" / "first")
 
 
@@ -156,7 +169,9 @@ def test_weights_that_do_not_fit(alone):
     config = preset(PRESET)
     state = weights(config)
     short = {**state, "lm_head.weight": state["lm_head.weight"][:-1]}
-    with pytest.raises(InputError, match="lm_head.weight: the vocabulary of the tensors is not that of the configuration"):
+    with pytest.raises(
+        InputError, match="lm_head.weight: the vocabulary of the tensors is not that of the configuration"
+    ):
         fsdp_world.fsdp_engine(config, short, {"model": "golden"})
     less = {n: t for n, t in state.items() if n != "model.norm.weight"}
     with pytest.raises(InputError, match="the checkpoint lacks the tensor model.norm.weight"):
@@ -166,7 +181,9 @@ def test_weights_that_do_not_fit(alone):
 
 
 def test_an_unknown_model_is_refused(alone):
-    with pytest.raises(InputError, match="fsdp_config.model: no such model; expected transformers | golden; found llama"):
+    with pytest.raises(
+        InputError, match="fsdp_config.model: no such model; expected transformers | golden; found llama"
+    ):
         engine_of("llama")
 
 
@@ -192,7 +209,9 @@ def test_a_torch_whose_reduction_cannot_be_corrected_is_refused(alone, monkeypat
         return shard(module, **arguments)
 
     monkeypatch.setattr(fsdp, "fully_shard", faulty)
-    with pytest.raises(UnavailableError, match="FSDP2 of this torch sums gradients wrongly; expected one factor.*found 1 to 3"):
+    with pytest.raises(
+        UnavailableError, match="FSDP2 of this torch sums gradients wrongly; expected one factor.*found 1 to 3"
+    ):
         fsdp_groups.gradient_scale(get_device("cpu"))
 
 
@@ -211,7 +230,11 @@ def test_stacked_experts_are_taken_apart():
     found = {p.name: p.of(stacked) for p in pieces("model.layers.1.mlp.experts.gate_up_proj", stacked.shape)}
     assert torch.equal(found["model.layers.1.mlp.experts.1.gate_proj.weight"], stacked[1, :3])
     assert torch.equal(found["model.layers.1.mlp.experts.0.up_proj.weight"], stacked[0, 3:])
-    [up] = [p for p in pieces("model.layers.1.mlp.experts.gate_up_proj", stacked.shape) if p.name.endswith("1.up_proj.weight")]
+    [up] = [
+        p
+        for p in pieces("model.layers.1.mlp.experts.gate_up_proj", stacked.shape)
+        if p.name.endswith("1.up_proj.weight")
+    ]
     assert up.of(stacked[:1]) is None and torch.equal(up.of(stacked[1:], start=1), stacked[1, 3:])
 
 

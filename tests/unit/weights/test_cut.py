@@ -64,7 +64,9 @@ def test_the_cut_model_is_the_model_of_the_kept_layers(source, tmp_path, model, 
     assert all(torch.equal(loaded.state_dict()[n], t) for n, t in expected.state_dict().items())
     with torch.no_grad():
         assert torch.equal(loaded(tokens()), expected(tokens()))
-    assert report.layers == tuple(layers) and report.nbytes == sum(t.nbytes for t in load_state(tmp_path / "cut").values())
+    assert report.layers == tuple(layers) and report.nbytes == sum(
+        t.nbytes for t in load_state(tmp_path / "cut").values()
+    )
     assert report.first_k_dense_replace == load_config(tmp_path / "cut").first_k_dense_replace
 
 
@@ -87,7 +89,8 @@ def test_transformers_computes_the_same(source, tmp_path, model):
     expected = chosen(model, (0, 3, 5)).double()
     with torch.no_grad():
         reference, found = expected(tokens()), loaded(tokens()).logits
-    # Both in float64 (transformers takes norms, rope tables and the router in float32): every layer rounds a handful of times.
+    # Both in float64 (transformers takes norms, rope tables and the router in float32): every layer rounds a handful
+    # of times.
     roundings = 16 * len(loaded.model.layers)
     bound = roundings * float(torch.finfo(torch.float32).eps)
     assert float((found - reference).norm() / reference.norm()) <= bound
@@ -166,7 +169,10 @@ def test_fp8_scales_come_along(source, tmp_path):
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ((3, 0), r"dense layer 0 would come after MoE layer 3.*expected the dense layers \(0 to 1\) first; found 3,0\. Next: .*0,3"),
+        (
+            (3, 0),
+            r"dense layer 0 would come after MoE layer 3.*the dense layers \(0 to 1\) first; found 3,0\. Next: .*0,3",
+        ),
         ((0, 6), r"the checkpoint has no such layer; expected 0 to 5; found 6"),
         ((-1,), r"the checkpoint has no such layer; expected 0 to 5; found -1"),
         ((0, 3, 3), r"layers: a layer is named twice; found 3"),

@@ -38,7 +38,8 @@ def scales(weight: tuple[int, int], block=(128, 128), *, stream: str) -> torch.T
 
 
 def oracle(weight: torch.Tensor, scale: torch.Tensor, block=(128, 128)) -> np.ndarray:
-    """The bits of BF16 by hand: e4m3 from its bit fields, the product in float64, rounded to float32 and then to BF16."""
+    """The bits of BF16 by hand: e4m3 from its bit fields, the product in float64, rounded to float32 and then to
+    BF16."""
     code = weight.view(torch.uint8).numpy().astype(np.int64)
     sign, exponent, fraction = code >> 7, (code >> 3) & 15, code & 7
     value = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
@@ -256,7 +257,9 @@ def test_a_changed_source_is_not_mixed_with_what_was_converted_before(source, tm
     source.move("norm.weight", source.plain["norm.weight"] * 2)
     time.sleep(0.01)
     source.write()
-    with pytest.raises(InputError, match="model-00001-of-00002.safetensors: there is a file that does not come from this"):
+    with pytest.raises(
+        InputError, match="model-00001-of-00002.safetensors: there is a file that does not come from this"
+    ):
         convert_fp8_checkpoint(source.folder, tmp_path / "out")
 
 
@@ -324,13 +327,19 @@ def break_index(source):
     ("damage", "message"),
     [
         (break_scale_missing, r"00002.safetensors: b.weight: the FP8 weight has no scale b.weight_scale_inv"),
-        (break_scale_shape, r"a.weight_scale_inv: the scale does not fit its weight; expected \[3, 2\] for .*found \[2, 3\]"),
+        (
+            break_scale_shape,
+            r"a.weight_scale_inv: the scale does not fit its weight; expected \[3, 2\] for .*found \[2, 3\]",
+        ),
         (break_scale_nan, r"a.weight_scale_inv: a scale is not a positive number.*found nan at block \[1, 0\]"),
         (break_scale_negative, r"a.weight_scale_inv: a scale is not a positive number.*found -1.0 at block \[2, 1\]"),
         (break_weight_nan, r"00002.safetensors: b.weight: the weight holds NaN"),
         (break_range, r"b.weight: weight times scale leaves the range of BF16"),
         (break_scale_alone, r"a.weight_scale_inv: a scale without an FP8 weight"),
-        (break_quant_method, r"quantization_config.quant_method: another kind of quantisation; expected fp8; found awq"),
+        (
+            break_quant_method,
+            r"quantization_config.quant_method: another kind of quantisation; expected fp8; found awq",
+        ),
         (break_block, r"weight_block_size: the weights are not scaled by blocks; expected two positive integers"),
         (break_not_quantised, r"config.json: the checkpoint is not quantised"),
         (break_truncated, r"00002.safetensors: the file is damaged"),
