@@ -86,8 +86,8 @@ def write_source(folder: Path, output_bytes: int) -> None:
 
 
 def write_plainly(path: Path, size: int) -> None:
-    """A file of ``size`` zero bytes, 8 MiB at a time, flushed to the disk."""
-    data = memoryview(bytearray(8 << 20))
+    """A file of ``size`` zero bytes, 1 MiB (what fits the cache) at a time, flushed to the disk."""
+    data = memoryview(bytearray(1 << 20))
     with open(path, "wb", buffering=0) as out:
         while size > 0:
             size -= out.write(data[:size])
