@@ -1,3 +1,9 @@
-"""Fixtures and options come from the installed plugin, ``alignment.pytest_plugin``; this file only loads its test tool."""
+"""Fixtures and options come from the installed plugin, ``alignment.pytest_plugin``; this file only prepares the process."""
+
+import os
+
+# One thread on the CPU, here and in every process the tests start: the models are small, and the order of their sums is
+# then the same on every machine. It has to be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["pytester"]

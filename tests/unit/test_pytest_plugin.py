@@ -8,19 +8,31 @@ import sys
 import hypothesis  # noqa: F401
 import pytest
 
-# A run inside this process forgets the modules it imported first, and torch cannot be imported twice.
-import alignment.baseline.check
-import alignment.baseline.record
-import alignment.baseline.verify  # noqa: F401
-import alignment.report.terminal  # noqa: F401
-from alignment.backends.catalogue import cases
-from alignment.backends.subject import SUBJECTS
 from alignment.devices.emulated_npu.build import cache_directory
 from alignment.pytest_plugin import MarkExpression
 
-cases(), [entry.load() for entry in SUBJECTS]
 # pytester gives every run an empty home; the emulated NPU must not be compiled anew for each.
 CACHE = str(cache_directory())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """A run inside this process forgets the modules it imported first, and torch cannot be imported twice."""
+    import alignment.baseline.check
+    import alignment.baseline.record
+    import alignment.baseline.verify
+    import alignment.report.terminal  # noqa: F401
+    from alignment.backends.catalogue import cases
+    from alignment.backends.subject import SUBJECTS
+
+    cases()
+    for entry in SUBJECTS:
+        entry.load()
+
+
+def outcomes(result):
+    """What the run counted; warnings of pytest itself depend on what this process imported before."""
+    return {name: count for name, count in result.parseoutcomes().items() if name != "warnings"}
 
 
 @pytest.fixture
@@ -81,7 +93,7 @@ def test_the_plain_run_leaves_out_what_is_by_name_only_and_says_what_was_not_run
 @pytest.mark.parametrize(("expression", "count"), [("unit", 2), ("layer", 1), ("e2e", 1), ("slow", 1), ("unit and not npu", 2)])
 def test_layers_are_marked_by_their_folder_and_slow_runs_when_named(project, expression, count):
     result = project.runpytest("-m", expression)
-    assert result.parseoutcomes()["passed"] == count
+    assert outcomes(result)["passed"] == count
 
 
 def test_markers_are_documented(project):
@@ -109,7 +121,7 @@ def test_a_gpu_run_without_a_gpu_is_not_a_pass_either(project):
 def test_an_npu_run_with_an_npu_runs_every_npu_check(project, machine):
     machine.add("npu")
     result = project.runpytest("-m", "npu", "-v")
-    assert result.parseoutcomes() == {"passed": 2, "deselected": 6}
+    assert outcomes(result) == {"passed": 2, "deselected": 6}
     assert result.ret == pytest.ExitCode.OK
     lines(result, "*test_generic[[]npu[]] PASSED*", "*test_npu PASSED*")
 
@@ -138,7 +150,7 @@ def test_a_named_device_restricts_generic_checks_and_must_be_there(project, mach
     machine.add("npu")
     result = project.runpytest("--device", "npu,cpu", "tests/unit/test_u.py::test_generic")
     result.assert_outcomes(passed=2)
-    assert project.runpytest("--device", "auto", "tests/unit/test_u.py::test_generic").parseoutcomes() == {"passed": 1}
+    assert outcomes(project.runpytest("--device", "auto", "tests/unit/test_u.py::test_generic")) == {"passed": 1}
 
 
 def test_an_unknown_device_or_subject_or_folder_is_a_usage_error(project):
@@ -158,9 +170,9 @@ def test_require_turns_an_absent_device_into_a_failure(project):
 
 
 def test_require_turns_a_skipped_engine_check_into_a_failure(project):
-    assert project.runpytest("-m", "engine").parseoutcomes() == {"skipped": 1, "deselected": 6}
+    assert outcomes(project.runpytest("-m", "engine")) == {"skipped": 1, "deselected": 6}
     result = project.runpytest("-m", "engine", "--require")
-    assert result.parseoutcomes() == {"failed": 1, "deselected": 6}
+    assert outcomes(result) == {"failed": 1, "deselected": 6}
     lines(result, "*--require was given and this engine check was skipped:*no_such_engine*")
 
 

@@ -23,9 +23,6 @@ from alignment.rl.data import (
 )
 from alignment.rl.tokenizer import Tokenizer, train_tokenizer
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("pyarrow")
-
 BASELINES = Path(__file__).parents[3] / "baselines"
 DATA, CHECKPOINT = BASELINES / "data", BASELINES / "checkpoints" / "tiny-moonlight-warm"
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.tokenizer import SPECIAL_TOKENS, Tokenizer, train_tokenizer
 
-pytest.importorskip("tokenizers")
-
 TEXTS = [f"Spell this word backward (example: sun -> nus): {word}" for word in ("neon", "state", "the")]
 TEXTS += [f"State the final answer to the following arithmetic problem: {a} + {a * 7 % 90} =" for a in range(90)]
 SIZE = 140
