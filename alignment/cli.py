@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Optional
@@ -13,7 +14,7 @@ from typing import Annotated, Optional
 import typer
 
 from alignment.errors import InputError
-from alignment.numerics.verdict import ALIGNED, USAGE, exit_code
+from alignment.numerics.verdict import ALIGNED, USAGE, Outcome, exit_code
 
 BASELINES = Path(__file__).resolve().parent.parent / "baselines"
 RUNS = Path("runs")
@@ -53,8 +54,9 @@ def main() -> None:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except Exception:
+        # Python's own exit code for this is 1, which here means misaligned.
+        traceback.print_exc()
         sys.exit(USAGE)
 
 
@@ -80,7 +82,7 @@ def run(
     from alignment.faults.injection import WORKER_SETUP, active
     from alignment.report.progress import suite_progress
     from alignment.report.run_directory import PROVENANCE, finite, new_run_directory, write_verdicts
-    from alignment.report.terminal import headline, print_verdicts
+    from alignment.report.terminal import print_verdicts
 
     parts = _parts(only, PARTS)
     chosen = _device(device, emulate_npu)
@@ -108,8 +110,8 @@ def run(
     else:
         print_verdicts(console, verdicts)
         console.print(f"everything of this run: {path.parent} (stack in {PROVENANCE})", markup=False, highlight=False)
-    if require and code == USAGE and not as_json:
-        console.print(f"--require: {headline(verdicts)}", markup=False)
+        if require and any(v.outcome is Outcome.UNAVAILABLE for v in verdicts):
+            console.print("--require: what is unavailable counts as an error", markup=False, highlight=False)
     raise typer.Exit(code)
 
 
@@ -259,8 +261,9 @@ def _one_thread() -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()
-    given = os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(int(given))
+    # Whoever sets another number gets it; worker processes inherit the variable.
+    given = os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]
+    torch.set_num_threads(int(given) if given.isdigit() and int(given) else 1)
     try:
         yield
     finally:
@@ -323,23 +326,31 @@ def record_baselines(
 ) -> None:
     """Measure noise and golden values on a device and store them; shows every value before and after."""
     from alignment.backends.catalogue import find_cases
-    from alignment.backends.subject import subject_entries
+    from alignment.backends.subject import SUBJECTS, subject_entries
     from alignment.baseline.record import record
     from alignment.baseline.runs import PRESETS
     from alignment.baseline.store import BaselineStore
 
+    known = sorted({entry.name for entry in SUBJECTS})
+    for name in subject or ():
+        if name not in known:
+            raise InputError("there is no such subject", where="--subject", expected=", ".join(known), found=name)
     chosen, console = _device(device, emulate=False), _console(as_json)
     files, changed = [], []
-    presets = [name for name in PRESETS if layer in (None, "e2e") and (not case or name in case)]
+    # End-to-end runs have no subject to choose: they are the golden engines'.
+    wanted = PRESETS if _layer(layer) in (None, "e2e") and not subject else ()
+    presets = [name for name in wanted if not case or name in case]
     patterns = [name for name in case or () if name not in PRESETS]
     with _one_thread():
         cases = [] if layer == "e2e" or (case and not patterns) else find_cases(patterns, layer)
+        if not cases and not presets:
+            raise InputError("nothing is selected", where="baseline record", found=f"--case {case} --layer {layer}")
         for name in ("unit", "layer"):
             of_layer = [c for c in cases if c.layer == name]
-            known = [e for e in subject_entries(name) if chosen.kind in e.kinds]
+            made = [e for e in subject_entries(name) if chosen.kind in e.kinds]
             # One that is named and absent is an error; the others are recorded where they are there.
             names = [
-                e.name for e in known if (e.name in subject if subject else e.load().available(chosen).available)
+                e.name for e in made if (e.name in subject if subject else e.load().available(chosen).available)
             ]
             if of_layer and names:
                 done = record(
@@ -347,7 +358,7 @@ def record_baselines(
                 )
                 files += map(str, done.files)
                 changed += map(str, done.changes)
-        if presets and not patterns:
+        if presets:
             files += map(str, _record_runs(presets, chosen, baseline, lambda line: _say(console, line)))
     if as_json:
         print(json.dumps({"files": files, "changes": changed}, indent=1))
@@ -376,7 +387,7 @@ def list_baselines(layer: LayerOption = None, baseline: BaselineOption = BASELIN
 
     from alignment.baseline.listing import rows
 
-    found = rows(baseline, layer=layer)
+    found = rows(baseline, layer=_layer(layer))
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -432,6 +443,12 @@ def verify_baselines(baseline: BaselineOption = BASELINES, as_json: JsonOption =
         for line in [*map(str, found), f"{len(errors)} errors, {len(found) - len(errors)} notes"]:
             print(line)
     raise typer.Exit(USAGE if errors else ALIGNED)
+
+
+def _layer(name: str | None) -> str | None:
+    if name not in (None, "unit", "layer", "e2e"):
+        raise InputError("there is no such layer", where="--layer", expected="unit, layer or e2e", found=name)
+    return name
 
 
 def _say(console, line: str) -> None:

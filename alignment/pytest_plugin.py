@@ -10,6 +10,7 @@ import ast
 import difflib
 import gc
 import itertools
+import math
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -499,6 +500,8 @@ def _not_run_lines(ledger: Ledger) -> list[str]:
 def _baseline_lines(config: pytest.Config) -> list[str]:
     """Against which baselines the checks were judged, how much of the budgets they used, and what recording changed."""
     ledger = config.stash[LEDGER]
+    from alignment.report.terminal import percent_of_budget
+
     if ledger.record:
         if not ledger.changes:
             return ["baselines recorded: no value changed"]
@@ -508,12 +511,13 @@ def _baseline_lines(config: pytest.Config) -> list[str]:
     for device, subject in dict.fromkeys((v.device, v.subject) for v in judged):
         own = [v for v in judged if (v.device, v.subject) == (device, subject)]
         steps = Counter(v.baseline.rsplit("(", 1)[1].rstrip(")") for v in own)
-        worst = max(own, key=lambda v: v.worst.used if v.worst else 0.0)
         by = ", ".join(f"{count} by {step}" for step, count in steps.items())
-        lines.append(
-            f"{subject} on {device}: {len(own)} checks against baselines ({by}); most of a budget used: "
-            f"{worst.worst.used:.0%} ({worst.check}: {worst.worst.name})"
-        )
+        line = f"{subject} on {device}: {len(own)} checks against baselines ({by})"
+        measured = [v for v in own if v.worst is not None]
+        if measured:
+            worst = max(measured, key=lambda v: math.inf if math.isnan(v.worst.value) else v.worst.used)
+            line += f"; most of a budget used: {percent_of_budget(worst.worst)} ({worst.check}: {worst.worst.name})"
+        lines.append(line)
     if judged:
         from alignment.baseline.verify import unused
         from alignment.baseline.store import BaselineStore, default_root

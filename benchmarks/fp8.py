@@ -1,6 +1,6 @@
 """FP8 → BF16 of a checkpoint of many gigabytes: peak anonymous memory, and throughput against plain writing.
 
-    python benchmarks/fp8.py [--gigabytes 8] [--folder /tmp/fp8-benchmark] [--keep]
+    python benchmarks/fp8.py [--gigabytes 8] [--folder FOLDER] [--keep]
 
 Writes a synthetic sharded FP8 checkpoint so large that its conversion has the given size, converts it, writes each
 file's number of zero bytes plainly in turn, and prints one row. Both are timed with the source in the page cache and
@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -145,7 +146,7 @@ def convert(source: Path, target: Path, plain: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=8.0, help="size of the output")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/fp8-benchmark"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "fp8-benchmark")
     parser.add_argument("--keep", action="store_true", help="leave the files")
     parser.add_argument("--convert", nargs=3, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -22,7 +22,7 @@ MEASURED = {
     "import alignment": ["-c", "import alignment"],
     "import alignment.pytest_plugin": ["-c", "import alignment.pytest_plugin"],
     "every case of the catalogue": ["-c", "from alignment.backends.catalogue import cases; cases()"],
-    "alignment --help": ["-m", "alignment.cli", "--help"],
+    "alignment --help": ["-m", "alignment", "--help"],
     "pytest --collect-only": ["-m", "pytest", "--collect-only", "-q"],
 }
 

@@ -24,7 +24,7 @@ from alignment.baseline.select import MissingBaseline, fallback_order
 from alignment.baseline.store import chip_slug
 from alignment.devices.base import Device
 from alignment.errors import InputError
-from alignment.files import read_json, write_atomically, write_json
+from alignment.files import read_json, sync_directory, write_atomically, write_json
 from alignment.numerics.budget import Envelope
 from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
@@ -304,7 +304,7 @@ def judge_replay(baseline: ReplayBaseline, replay: RunResult, *, subject: str, d
             measures=tuple(measures),
             where=where,
             baseline=baseline.title,
-            next_command=None if outcome is Outcome.PASS else f"alignment run --only replay --device {torch_name(device)}",
+            next_command=None if outcome is Outcome.PASS else f"alignment run --only replay --config {baseline.preset} --device {torch_name(device)}",
         )
 
     if replay.curve.config != baseline.config:
@@ -396,12 +396,13 @@ def write_replay(
     envelopes: Mapping[str, Envelope],
     provenance: Provenance,
 ) -> None:
-    """The folder of a replay baseline: the recorded rollouts beside ``replay.json``; an older one is replaced."""
-    shutil.rmtree(path.parent, ignore_errors=True)
-    path.parent.mkdir(parents=True)
+    """The folder of a replay baseline: the recorded rollouts beside ``replay.json``; an older one is replaced whole."""
+    beside = path.parent.with_name(f".{path.parent.name}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
     files = {}
     for source in sorted(record.iterdir()):
-        shutil.copyfile(source, path.parent / source.name)
+        shutil.copyfile(source, beside / source.name)
         files[source.name] = hashlib.sha256(source.read_bytes()).hexdigest()
     data = {
         "schema": SCHEMA,
@@ -413,7 +414,10 @@ def write_replay(
         "envelopes": {name: envelope.to_dict() for name, envelope in envelopes.items()},
         "provenance": provenance.to_dict(),
     }
-    write_json(path, {**data, "content": content_hash(data)})
+    write_json(beside / path.name, {**data, "content": content_hash(data)})
+    shutil.rmtree(path.parent, ignore_errors=True)
+    beside.rename(path.parent)
+    sync_directory(path.parent.parent)
 
 
 def load_replay(path: Path, *, step: str = "") -> ReplayBaseline:

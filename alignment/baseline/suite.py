@@ -84,11 +84,15 @@ class SuiteSetting:
         """The same, leaving its files in ``run_dir``."""
         return dataclasses.replace(self, run_dir=run_dir)
 
-    def training_config(self, *, seed: int = JUDGED_SEED) -> TrainConfig:
+    def training_config(self) -> TrainConfig:
         """The configuration of the judged training runs: their own seed unless the user names one."""
-        own = () if any(o.startswith("trainer.seed=") for o in self.overrides) else (f"trainer.seed={seed}",)
-        fixed = ("trainer.resume_mode=disable", "trainer.save_freq=0")
-        return load_config(self.config, [*fixed, *own, *self.overrides])
+        fixed = ("trainer.resume_mode=disable", "trainer.save_freq=0", f"trainer.seed={JUDGED_SEED}")
+        return load_config(self.config, [*fixed, *self.overrides])
+
+    @property
+    def preset(self) -> str:
+        """The name under which end-to-end baselines of the configuration are stored."""
+        return Path(self.config).stem
 
 
 def run_suite(setting: SuiteSetting, progress: SuiteProgress) -> list[Verdict]:
@@ -102,23 +106,38 @@ def run_suite(setting: SuiteSetting, progress: SuiteProgress) -> list[Verdict]:
     with deterministic(JUDGED_SEED, setting.device):
         for part in setting.parts:
             try:
-                verdicts += judges[part](part, setting, progress)
-            except InputError as error:
+                # One by one, so that what was judged before an error is kept.
+                for verdict in judges[part](part, setting, progress):
+                    verdicts.append(verdict)
+            except Exception as error:  # a kernel that fails, no memory, …: it says nothing about alignment
                 verdicts.append(_error(part, setting, error))
     return verdicts
 
 
-def _error(part: str, setting: SuiteSetting, error: InputError) -> Verdict:
+def _error(part: str, setting: SuiteSetting, error: Exception) -> Verdict:
+    expected = isinstance(error, InputError)
+    return _undecided(
+        part,
+        setting,
+        Outcome.ERROR,
+        str(error) if expected else f"{type(error).__name__}: {error}",
+        next_command=error.next_step if expected else f"alignment run --only {part} --device {setting.device.kind}",
+    )
+
+
+def _undecided(
+    part: str, setting: SuiteSetting, outcome: Outcome, reason: str, *, next_command: str | None = None
+) -> Verdict:
     layer = part if part in ("unit", "layer") else "e2e"
     return Verdict(
         check=f"{layer}/{part}",
         layer=layer,
         stage=part,
-        subject="golden",
+        subject=", ".join(setting.subjects) or "golden",
         device=setting.device.label,
-        outcome=Outcome.ERROR,
-        reason=str(error),
-        next_command=error.next_step,
+        outcome=outcome,
+        reason=reason,
+        next_command=next_command,
     )
 
 
@@ -130,6 +149,9 @@ def _cases(part: str, setting: SuiteSetting, progress: SuiteProgress) -> Iterato
     store, device = BaselineStore(setting.baselines), setting.device
     subjects = [e.load() for e in subject_entries(part, names=setting.subjects) if device.kind in e.kinds]
     work = [(case, subject) for case in cases(part) for subject in subjects if subject.supports(case)]
+    if not work:
+        yield _undecided(part, setting, Outcome.UNAVAILABLE, f"no such subject computes a case of this layer on {device.kind}")
+        return
     progress.begin(part, len(work))
     for case, subject in work:
         yield check_case(case, subject, device, store)
@@ -146,13 +168,18 @@ def _weight_sync(part: str, setting: SuiteSetting, progress: SuiteProgress) -> l
 
 
 def _replay(part: str, setting: SuiteSetting, progress: SuiteProgress) -> list[Verdict]:
-    from alignment.baseline.runs import REPLAY_SEED, judge_replay, select_replay, torch_name
+    from alignment.baseline.runs import REPLAY_PRESETS, REPLAY_SEED, judge_replay, select_replay, torch_name
     from alignment.rl.run import replay_steps
 
     device = setting.device
-    stored = select_replay(setting.baselines, setting.config, kind=device.kind, chip=device.fingerprint().chip)
-    config = setting.training_config(seed=REPLAY_SEED)
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=stored.steps))
+    if setting.preset not in REPLAY_PRESETS:
+        reason = f"rollouts are recorded for {', '.join(REPLAY_PRESETS)} only"
+        return [_undecided(part, setting, Outcome.UNAVAILABLE, reason)]
+    stored = select_replay(setting.baselines, setting.preset, kind=device.kind, chip=device.fingerprint().chip)
+    config = setting.training_config()
+    # The recorded rollouts are those of this seed, whichever one the user trains with.
+    trainer = dataclasses.replace(config.trainer, seed=REPLAY_SEED, total_training_steps=stored.steps)
+    config = dataclasses.replace(config, trainer=trainer)
     progress.begin(part, stored.steps)
     replay = replay_steps(
         config, record=stored.record, run_dir=setting.run_dir / part, device=torch_name(device)
@@ -169,11 +196,14 @@ def _curve(part: str, setting: SuiteSetting, progress: SuiteProgress) -> list[Ve
     from alignment.rl.run import run_dapo
 
     device = setting.device
-    stored = select_curves(setting.baselines, setting.config, kind=device.kind, chip=device.fingerprint().chip)
+    stored = select_curves(setting.baselines, setting.preset, kind=device.kind, chip=device.fingerprint().chip)
     runs: list[curves.CurveRun] = []
     metrics: list[dict[str, float]] = []
     while True:
-        config = setting.training_config(seed=JUDGED_SEED + len(runs))
+        config = setting.training_config()
+        if runs:
+            trainer = dataclasses.replace(config.trainer, seed=_unused_seed(runs[-1].seed, stored.runs))
+            config = dataclasses.replace(config, trainer=trainer)
         name = "dapo" if not runs else f"dapo-{len(runs) + 1}"
         progress.begin(name, config.trainer.total_training_steps or 0)
         result = run_dapo(
@@ -193,11 +223,12 @@ def _curve(part: str, setting: SuiteSetting, progress: SuiteProgress) -> list[Ve
         undecided = any(r.outcome is Outcome.INCONCLUSIVE and r.more_runs for r in results)
         if not undecided or any(r.outcome in (Outcome.FAIL, Outcome.ERROR) for r in results):
             break
-    again = f"alignment run --only curve --config {setting.config} trainer.seed=<another seed>"
+    another = _unused_seed(runs[-1].seed, stored.runs)
+    again = f"alignment run --only curve --config {setting.config} --device {device.kind} trainer.seed={another}"
     verdicts = [_identities(setting, stored.runs, config=setting.training_config(), metrics=metrics)]
     verdicts += [
         result.verdict(
-            check=f"e2e/curve-{setting.config}-{result.metric}",
+            check=f"e2e/curve-{setting.preset}-{result.metric}",
             subject="golden",
             device=device.label,
             baseline=stored.title,
@@ -206,6 +237,14 @@ def _curve(part: str, setting: SuiteSetting, progress: SuiteProgress) -> list[Ve
         for result in results
     ]
     return verdicts
+
+
+def _unused_seed(seed: int, baselines) -> int:
+    """The next seed that no baseline sampled with."""
+    seed += 1
+    while any(run.seed == seed for run in baselines):
+        seed += 1
+    return seed
 
 
 def _identities(setting: SuiteSetting, baselines, *, config: TrainConfig, metrics: Sequence[Mapping[str, float]]) -> Verdict:

@@ -33,7 +33,12 @@ def load_fault(spec: str) -> Callable[[], AbstractContextManager]:
         raise InputError("the file of the fault does not exist", where="--fault", expected="a .py file", found=path_text)
     module_spec = importlib.util.spec_from_file_location(f"alignment_fault_{path.stem}", path)
     module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(
+            f"the file of the fault cannot be loaded ({type(error).__name__}: {error})", where=path_text
+        ) from error
     fault = getattr(module, name, None)
     if not callable(fault):
         known = sorted(k for k, v in vars(module).items() if callable(v) and not k.startswith("_"))

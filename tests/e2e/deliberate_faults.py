@@ -1,4 +1,4 @@
-"""Three of the faults users lived through, as wrappers around seams; ``--fault tests/e2e/deliberate_faults.py:NAME``."""
+"""Faults users lived through, as wrappers around seams; ``--fault tests/e2e/deliberate_faults.py:NAME``."""
 
 from __future__ import annotations
 
@@ -59,4 +59,13 @@ def prompt_token_in_loss_mask():
         return right(model, {**micro_batch, **early}, temperature=temperature)
 
     with mock.patch.object(stages, "policy_outputs", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def updates_that_change_nothing():
+    """The optimizer step is lost: every stage is right, and the policy never learns."""
+    from alignment.backends.golden_training import GoldenTrainingEngine
+
+    with mock.patch.object(GoldenTrainingEngine, "_step", lambda self, *arguments: None):
         yield

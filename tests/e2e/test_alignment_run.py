@@ -19,7 +19,7 @@ FAULTS = Path(__file__).with_name("deliberate_faults.py")
 def alignment(*arguments, cwd, timeout=600):
     """The command as a user starts it: exit code, what it printed, and where it left its files."""
     done = subprocess.run(
-        [sys.executable, "-c", "from alignment.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-m", "alignment", *map(str, arguments)],
         capture_output=True, text=True, cwd=cwd, timeout=timeout, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"},
     )  # fmt: skip
@@ -62,6 +62,27 @@ def test_a_finding_reads_as_the_readme_says(tmp_path):
         assert words in done.stdout
 
 
+def test_a_policy_that_does_not_learn_fails_the_curve_gate(tmp_path):
+    """Nothing but the curve can see it: rollouts, log-probs and gradients are all right."""
+    code, verdicts = run_json(
+        "--only", "curve", "--executor", "inprocess", "--fault", f"{FAULTS}:updates_that_change_nothing", cwd=tmp_path
+    )
+    assert code == 1
+    outcome = {v["check"]: v["outcome"] for v in verdicts}
+    assert outcome["e2e/curve-dapo-tiny-reward"] == "fail"
+    assert outcome["e2e/identities"] == "pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["dapo-tiny", "dapo-tiny-four-updates", "dapo-tiny-filtered"])
+def test_every_stored_setting_is_aligned_with_itself(config, tmp_path):
+    """Paired and unpaired gates, one update and four, on a seed that no baseline used."""
+    code, verdicts = run_json("--only", "replay,curve", "--config", config, cwd=tmp_path)
+    assert code == 0, [v["reason"] for v in verdicts if v["outcome"] != "pass"]
+    replayed = [v["outcome"] for v in verdicts if "replay" in v["check"]]
+    assert replayed == ["unavailable" if config.endswith("filtered") else "pass"]
+
+
 @pytest.mark.slow
 def test_the_whole_run_finds_each_fault(tmp_path):
     for fault in ("softmax_scale_of_value_width", "stale_absorbed_weights", "prompt_token_in_loss_mask"):
@@ -91,6 +112,8 @@ def test_the_whole_run_twice_leaves_the_same_bytes(tmp_path):
         (["run", "--fault", "nothing.py:x"], "the file of the fault does not exist"),
         (["dapo", "--config", "dapo-tniy"], "dapo-tiny"),
         (["baseline", "show", "rms_nrm-float32"], "nothing is stored under this name"),
+        (["baseline", "list", "--layer", "units"], "there is no such layer"),
+        (["baseline", "record", "--subject", "torhc"], "there is no such subject"),
         (["rollout", "engine.rollout=golde"], "golde"),
         (["checkpoint", "cut", "nowhere", "there", "--layers", "a,b"], "layers are numbers"),
         (["checkpoint", "fp8-to-bf16", "nowhere", "there"], "config.json"),

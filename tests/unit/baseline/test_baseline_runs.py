@@ -160,7 +160,7 @@ def test_each_metric_outside_its_envelope_accuses_its_stage(replay, tmp_path, cp
     verdict = judge_replay(load_replay(replay), result(rows, tmp_path), subject="golden", device=cpu)
     assert verdict.outcome is Outcome.FAIL
     assert (verdict.where.stage, verdict.where.quantity, verdict.where.detail) == (metric.stage, metric.name, "step 2")
-    assert verdict.next_command == "alignment run --only replay --device cpu"
+    assert verdict.next_command == "alignment run --only replay --config dapo-tiny --device cpu"
 
 
 def test_the_first_step_and_in_it_the_first_stage_is_named(replay, tmp_path, cpu):

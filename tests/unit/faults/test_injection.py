@@ -60,3 +60,10 @@ def test_a_fault_that_cannot_be_loaded_is_named(fault_file, spec, message):
     with pytest.raises(InputError) as error:
         load_fault(spec.replace("{file}", str(fault_file)))
     assert message in str(error.value)
+
+
+def test_a_fault_file_that_is_broken_is_named_and_nothing_runs(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("def fault(:")
+    with pytest.raises(InputError, match=r"broken.py: the file of the fault cannot be loaded \(SyntaxError"):
+        load_fault(f"{path}:fault")
