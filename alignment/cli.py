@@ -127,6 +127,7 @@ def dapo(
     as_json: JsonOption = False,
 ) -> None:
     """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says."""
+    from alignment.baseline.runs import torch_name
     from alignment.faults.injection import WORKER_SETUP, active
     from alignment.report.progress import training_progress
     from alignment.report.run_directory import new_run_directory
@@ -143,7 +144,7 @@ def dapo(
             settings,
             run_dir=directory,
             executor=executor,
-            device=_name(chosen),
+            device=torch_name(chosen),
             progress=progress,
             worker_setup=WORKER_SETUP if executor == "ray" else None,
         )
@@ -165,6 +166,7 @@ def rollout(
     as_json: JsonOption = False,
 ) -> None:
     """The rollout stage alone: bring up the engine, show what it generates, say whether the text is garbled."""
+    from alignment.baseline.runs import torch_name
     from alignment.faults.injection import active
     from alignment.report.rollout_view import rollout_command
     from alignment.report.run_directory import finite
@@ -174,7 +176,7 @@ def rollout(
     chosen = _device(settings.trainer.device if device == "auto" else device, emulate_npu)
     emit = (lambda line: None) if as_json else print
     with active(fault or []), _one_thread():
-        result = rollout_command(settings, prompts=prompts, device=_name(chosen), emit=emit)
+        result = rollout_command(settings, prompts=prompts, device=torch_name(chosen), emit=emit)
     if as_json:
         print(json.dumps({"verdicts": [finite(v.to_dict()) for v in result.verdicts]}, indent=1))
     raise typer.Exit(exit_code(result.verdicts))
@@ -240,10 +242,6 @@ def _device(name: str, emulate: bool):
     if emulate:
         _install_emulated_npu()
     return get_device(name)
-
-
-def _name(device) -> str:
-    return device.kind if device.kind == "cpu" else f"{device.kind}:{device.index}"
 
 
 def _install_emulated_npu() -> None:

@@ -89,7 +89,6 @@ class Ledger:
     left_out: Counter = field(default_factory=Counter)
     record: bool = False
     verdicts: list = field(default_factory=list)
-    selections: dict[str, Counter] = field(default_factory=dict)
     changes: list = field(default_factory=list)
     availability: dict[str, tuple[bool, str]] = field(default_factory=dict)
 

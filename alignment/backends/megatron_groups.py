@@ -61,10 +61,6 @@ class MegatronGroups:
         self._replica = groups[self.data_rank]
 
     @property
-    def first_stage(self) -> bool:
-        return self.place.pipeline == 0
-
-    @property
     def last_stage(self) -> bool:
         return self.place.pipeline == self.sizes.pipeline_model_parallel_size - 1
 

@@ -396,11 +396,6 @@ class TrainConfig:
         return self.trainer.n_gpus_per_node * self.trainer.nnodes
 
     @property
-    def samples_per_step(self) -> int:
-        """Samples trained on per step: ``train_batch_size · n``."""
-        return self.data.train_batch_size * self.actor_rollout_ref.rollout.n
-
-    @property
     def updates_per_epoch(self) -> int:
         """Optimizer steps per pass over the samples of a step: mini batches in the global batch."""
         return self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size

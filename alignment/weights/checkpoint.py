@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -96,8 +96,8 @@ def save_checkpoint(
     }
     if architecture == VALUE_ARCHITECTURE:
         hf["num_labels"] = 1
-    with _replacing(directory) as beside:
-        shards = _shards(tensors, max_shard_bytes)
+    with replacing(directory) as beside:
+        shards = shard_names(tensors, max_shard_bytes)
         for file, names in shards.items():
             part = {name: tensors[name] for name in names}
             save_file(part, beside / file, metadata={"format": "pt", _HASH_KEY: weights_hash(part)})
@@ -271,7 +271,8 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
+def shard_names(tensors: Mapping[str, Any], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Names of the tensors of each file, in order; ``tensors`` are whatever knows its ``nbytes``. One file has the plain name."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -286,7 +287,7 @@ def _shards(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, li
 
 
 @contextmanager
-def _replacing(directory: Path) -> Iterator[Path]:
+def replacing(directory: Path) -> Iterator[Path]:
     """A folder beside ``directory`` that takes its place, flushed, if the block succeeds, and vanishes if not."""
     beside = directory.with_name(f".{directory.name}.writing-{os.getpid()}")
     old = directory.with_name(f".{directory.name}.old-{os.getpid()}")

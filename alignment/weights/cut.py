@@ -13,7 +13,7 @@ from typing import Any
 from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.models.config import ModelConfig
-from alignment.weights.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, _replacing, expected_shapes
+from alignment.weights.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, expected_shapes, replacing, shard_names
 from alignment.weights.tensor_file import StoredTensor, copy_bytes, plan_file, stored_tensors, write_file
 
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..+)$")
@@ -76,9 +76,9 @@ def cut_checkpoint(
     renamed = _renamed(stored, (*layers, *mtp))
     new_hf = _new_config(hf, config, layers, mtp)
     _check_tensors(renamed, stored, ModelConfig.from_hf(new_hf), src)
-    shards = _shards(renamed, max_shard_bytes)
+    shards = shard_names(renamed, max_shard_bytes)
     total = sum(t.nbytes for t in renamed.values())
-    with _replacing(dst) as beside:
+    with replacing(dst) as beside:
         room = shutil.disk_usage(beside).free
         if room < total:
             raise InputError("the disk has too little room", where=dst, expected=f"{total} bytes", found=room)
@@ -202,20 +202,6 @@ def _check_tensors(
                 expected=list(shape),
                 found=list(found.shape),
             )
-
-
-def _shards(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> dict[str, list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.nbytes > max_shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.nbytes
-    if len(groups) == 1:
-        return {SINGLE_FILE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -89,7 +89,7 @@ def save_stream(
     Raises:
         InputError: see :func:`check_index`; or the stream lacks a tensor or has one too many.
     """
-    from alignment.weights.checkpoint import _replacing
+    from alignment.weights.checkpoint import replacing
 
     placed = check_index(index, config, allow_missing=allow_missing)
     missing: dict[str, set[str]] = {}
@@ -97,7 +97,7 @@ def save_stream(
         missing.setdefault(file, set()).add(key)
     open_files: dict[str, dict[str, Tensor]] = {}
     total, dtype = 0, None
-    with _replacing(Path(directory).absolute()) as beside:
+    with replacing(Path(directory).absolute()) as beside:
         for name, tensor in stream:
             file = placed.get(name)
             if file is None or name not in missing.get(file, ()):
