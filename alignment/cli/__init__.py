@@ -1,0 +1,37 @@
+"""Does an RL training stack compute on this device what it computes elsewhere? 0 aligned, 1 misaligned, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+import typer
+
+from alignment.cli import baseline, checkpoint, checks, environment, training
+from alignment.errors import InputError
+from alignment.numerics.verdict import USAGE
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.command("run")(checks.run)
+app.command("dapo")(training.dapo)
+app.command("rollout")(training.rollout)
+app.command("compare-engines")(environment.compare_engines_command)
+app.command("doctor")(environment.doctor)
+app.add_typer(baseline.baseline_app, name="baseline")
+app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
+
+
+def main() -> None:
+    """Entry point: every expected error becomes one message and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        if "--json" in sys.argv:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USAGE)
+    except Exception:
+        # Python's own exit code for this is 1, which here means misaligned.
+        traceback.print_exc()
+        sys.exit(USAGE)

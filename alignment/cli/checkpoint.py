@@ -1,0 +1,47 @@
+"""Checkpoints that fit one machine or one dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from alignment.cli.options import JsonOption, console_on
+from alignment.errors import InputError
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Make a checkpoint that fits one machine or one dtype.")
+
+
+@checkpoint_app.command("fp8-to-bf16")
+def convert_fp8(source: Path, target: Path, as_json: JsonOption = False) -> None:
+    """Block-scaled FP8 weights as BF16, file by file; a killed conversion continues when it is called again."""
+    from dataclasses import asdict
+
+    from alignment.report.progress import byte_progress
+    from alignment.weights.fp8 import convert_fp8_checkpoint
+
+    with byte_progress(console_on(as_json), quiet=as_json) as progress:
+        done = convert_fp8_checkpoint(source, target, progress=progress)
+    print(
+        json.dumps(asdict(done)) if as_json else f"{target}: {done.dequantized} tensors converted, {done.copied} copied"
+    )
+
+
+@checkpoint_app.command("cut")
+def cut(
+    source: Path,
+    target: Path,
+    layers: Annotated[str, typer.Option(help="Layers to keep, in order: 0,3,60")],
+    keep_mtp: Annotated[bool, typer.Option(help="Keep the multi-token-prediction layers.")] = False,
+) -> None:
+    """A small real checkpoint from a large one: the field's way from 671B to one machine."""
+    from alignment.weights.cut import cut_checkpoint
+
+    try:
+        kept = [int(part) for part in layers.split(",")]
+    except ValueError:
+        raise InputError("layers are numbers", where="--layers", expected="0,3,60", found=layers) from None
+    cut_checkpoint(source, target, layers=kept, keep_mtp=keep_mtp)
+    print(f"{target}: {len(kept)} layers of {source}")

@@ -1,0 +1,88 @@
+"""The training pipeline, and its rollout stage alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from alignment.cli.options import (
+    RUNS,
+    ConfigOption,
+    DeviceOption,
+    EmulateOption,
+    FaultOption,
+    JsonOption,
+    Overrides,
+    RunDirOption,
+    console_on,
+    find_device,
+    one_thread,
+)
+from alignment.numerics.verdict import ALIGNED, exit_code
+
+
+def dapo(
+    overrides: Overrides = None,
+    config: ConfigOption = "dapo-tiny",
+    device: DeviceOption = "auto",
+    run_dir: RunDirOption = None,
+    executor: Annotated[str, typer.Option(help="ray, or inprocess for one process without Ray.")] = "ray",
+    emulate_npu: EmulateOption = False,
+    fault: FaultOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says."""
+    from alignment.baseline.runs import torch_name
+    from alignment.faults.injection import WORKER_SETUP, active
+    from alignment.report.progress import training_progress
+    from alignment.report.run_directory import new_run_directory
+    from alignment.rl.config import load_config
+    from alignment.rl.run import run_dapo
+
+    settings = load_config(config, list(overrides or ()))
+    chosen = find_device(settings.trainer.device if device == "auto" else device, emulate_npu)
+    # A directory that is named may hold an earlier part of the same run: trainer.resume_mode decides what happens.
+    directory = run_dir or new_run_directory(RUNS)
+    console = console_on(as_json)
+    with active(fault or []), one_thread(), training_progress(console, quiet=as_json) as progress:
+        result = run_dapo(
+            settings,
+            run_dir=directory,
+            executor=executor,
+            device=torch_name(chosen),
+            progress=progress,
+            worker_setup=WORKER_SETUP if executor == "ray" else None,
+        )
+    if as_json:
+        print(json.dumps({"run": str(result.directory), "metrics": result.metrics}, indent=1))
+    else:
+        console.print(f"{len(result.metrics)} steps; everything of this run: {result.directory}", markup=False)
+    raise typer.Exit(ALIGNED)
+
+
+def rollout(
+    overrides: Overrides = None,
+    config: ConfigOption = "dapo-tiny",
+    device: DeviceOption = "auto",
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts to answer.")] = 4,
+    emulate_npu: EmulateOption = False,
+    fault: FaultOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The rollout stage alone: bring up the engine, show what it generates, say whether the text is garbled."""
+    from alignment.baseline.runs import torch_name
+    from alignment.faults.injection import active
+    from alignment.report.rollout_view import rollout_command
+    from alignment.report.run_directory import finite
+    from alignment.rl.config import load_config
+
+    settings = load_config(config, list(overrides or ()))
+    chosen = find_device(settings.trainer.device if device == "auto" else device, emulate_npu)
+    emit = (lambda line: None) if as_json else print
+    with active(fault or []), one_thread():
+        result = rollout_command(settings, prompts=prompts, device=torch_name(chosen), emit=emit)
+    if as_json:
+        print(json.dumps({"verdicts": [finite(v.to_dict()) for v in result.verdicts]}, indent=1))
+    raise typer.Exit(exit_code(result.verdicts))
