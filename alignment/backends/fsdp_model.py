@@ -120,6 +120,8 @@ def build_transformers(
     def logits_of(input_ids: Tensor, *, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         return model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False).logits
 
+    # What asks for log-probs instead of logits finds the output layer where the golden model has it.
+    logits_of.lm_head = model.lm_head
     return model, logits_of
 
 

@@ -58,10 +58,14 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """``path`` is a Hugging Face checkpoint directory, ``dtype`` the dtype of the trained weights and their compute."""
+    """``path`` is a Hugging Face checkpoint directory, ``dtype`` the dtype of the trained weights and their compute.
+
+    ``use_fused_kernels`` computes log-probs without ever holding the logits (:mod:`alignment.rl.fused_head`).
+    """
 
     path: str = ""
     dtype: Dtype = "float32"
+    use_fused_kernels: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,6 +344,12 @@ DEVICE_ONLY_FIELDS = frozenset(
 The bytes behind ``model.path`` and ``data.train_files`` have hashes of their own (weights and data) in a baseline.
 """
 
+YOUNGER_FIELDS: Mapping[str, Any] = {"actor_rollout_ref.model.use_fused_kernels": False}
+"""Fields younger than the first stored baselines, with the value under which a run computes what it did before them.
+
+Fingerprints leave them out at that value, so that what was recorded then still answers to the same name.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -375,6 +385,12 @@ class TrainConfig:
         """Nested dictionaries of plain values; ``from_dict`` gives an equal configuration back."""
         return _plain(self)
 
+    def deciding_fields(self) -> dict[str, Any]:
+        """Every field, flat, but ``YOUNGER_FIELDS`` at the value that changes nothing: what fingerprints are made of."""
+        return {
+            k: v for k, v in flatten(self.to_dict()).items() if k not in YOUNGER_FIELDS or v != YOUNGER_FIELDS[k]
+        }
+
     def config_hash(self, *, exclude: Sequence[str] = ()) -> str:
         """SHA-256 over every field that decides what is computed (all but ``DEVICE_ONLY_FIELDS``), in hex.
 
@@ -383,11 +399,11 @@ class TrainConfig:
         Raises:
             InputError: an excluded field does not exist.
         """
-        tree = flatten(self.to_dict())
+        known = flatten(self.to_dict())
         for name in exclude:
-            if name not in tree:
-                raise _unknown_key(name, set(tree))
-        fields = {k: v for k, v in tree.items() if k not in DEVICE_ONLY_FIELDS and k not in exclude}
+            if name not in known:
+                raise _unknown_key(name, set(known))
+        fields = {k: v for k, v in self.deciding_fields().items() if k not in DEVICE_ONLY_FIELDS and k not in exclude}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
     @property

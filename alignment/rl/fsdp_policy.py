@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ def fsdp_policy(
     return FsdpTrainingEngine.from_checkpoint(
         checkpoint,
         optimizer=optimizer,
-        outputs=partial(stages.policy_outputs, temperature=policy.rollout.temperature),
+        outputs=stages.outputs_of_policy(config),
         dtype=dtype,
         device=device,
         settings=FsdpSettings(**dataclasses.asdict(policy.actor.fsdp_config)),

@@ -12,6 +12,7 @@ from alignment.backends.megatron_model import BuildSettings, Recompute
 from alignment.backends.megatron_training import MegatronSettings, MegatronTrainingEngine
 from alignment.backends.training import OptimizerConfig, Outputs
 from alignment.devices.base import Device
+from alignment.errors import InputError
 from alignment.rl.config import MegatronConfig, TrainConfig
 from alignment.rl.log_prob import log_probs_and_entropy
 from alignment.weights.megatron_layout import ParallelSizes
@@ -24,9 +25,17 @@ def megatron_policy(
 
     Raises:
         UnavailableError: megatron-core is not installed.
-        InputError: sizes that do not fit the model or the number of ranks.
+        InputError: sizes that do not fit the model or the number of ranks, or fused log-probs.
     """
     policy = config.actor_rollout_ref
+    if policy.model.use_fused_kernels:
+        raise InputError(
+            "fused log-probs need the whole vocabulary on one rank, which megatron-core's output layer does not hold",
+            where="actor_rollout_ref.model.use_fused_kernels",
+            expected="False with engine.train=megatron",
+            found=True,
+            next_step="set it to False: the vocabulary is split by tensor_model_parallel_size instead",
+        )
     return MegatronTrainingEngine.from_checkpoint(
         checkpoint,
         optimizer=optimizer,

@@ -17,7 +17,7 @@ from alignment.files import read_json, write_json
 from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun
 from alignment.numerics.random import portable_integers
 from alignment.rl import checkpoint
-from alignment.rl.config import DEVICE_ONLY_FIELDS, SkipConfig, TrainConfig, flatten
+from alignment.rl.config import DEVICE_ONLY_FIELDS, SkipConfig, TrainConfig
 from alignment.rl.data import PromptSet, from_parquet
 from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
 from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
@@ -34,7 +34,7 @@ FREE_IN_COMPARISON = DEVICE_ONLY_FIELDS | {
     "trainer.seed", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.colocate", "trainer.deterministic",
     "trainer.curve_gate", "engine.train", "engine.rollout", "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.load_format", "actor_rollout_ref.rollout.skip.enable",
-    "actor_rollout_ref.rollout.free_cache_engine",
+    "actor_rollout_ref.rollout.free_cache_engine", "actor_rollout_ref.model.use_fused_kernels",
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def comparison_fingerprint(config: TrainConfig, *, model: str, data: str) -> str
     """SHA-256 over everything that has to be equal for two runs' curves to be comparable, weights and data included."""
     fields = {
         k: v
-        for k, v in flatten(config.to_dict()).items()
+        for k, v in config.deciding_fields().items()
         if k not in FREE_IN_COMPARISON
         and not k.startswith(("actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.fsdp_config."))
     }

@@ -7,6 +7,7 @@ training and inference (:mod:`alignment.rl.batching`), and each is trimmed to it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,16 @@ def policy_outputs(model: nn.Module, micro_batch: MicroBatch, *, temperature: fl
     logits = response_logits(logits, responses.shape[1])
     log_probs, entropy = log_probs_and_entropy(logits, responses, temperature=temperature)
     return {"log_probs": log_probs, "entropy": entropy}
+
+
+def outputs_of_policy(config: TrainConfig) -> Callable[[nn.Module, MicroBatch], Outputs]:
+    """How the policy's model answers a micro batch under ``config``: from logits, or straight from hidden states."""
+    policy = config.actor_rollout_ref
+    if policy.model.use_fused_kernels:
+        from alignment.rl.fused_head import fused_policy_outputs
+
+        return partial(fused_policy_outputs, temperature=policy.rollout.temperature)
+    return partial(policy_outputs, temperature=policy.rollout.temperature)
 
 
 def generate(engine: RolloutEngine, batch: Batch, config: TrainConfig) -> Batch:

@@ -18,7 +18,7 @@ from alignment.rl.advantages import compute_advantages
 from alignment.rl.aggregation import Counts
 from alignment.rl.batch import Batch
 from alignment.rl.batching import mini_batches
-from alignment.rl.config import DEVICE_ONLY_FIELDS, TrainConfig, flatten
+from alignment.rl.config import DEVICE_ONLY_FIELDS, TrainConfig
 from alignment.rl.contracts import CONTRACTS, check, check_untouched
 from alignment.rl.data import Prompt, PromptSampler, PromptSet, prompt_batch
 from alignment.rl.executor import WorkerGroup
@@ -326,4 +326,4 @@ def resume_fingerprint(config: TrainConfig) -> dict[str, Any]:
     """Everything that has to be equal for a run to be continued, flat."""
     schedules = {config.actor_rollout_ref.actor.optim.lr_scheduler_type, config.critic.optim.lr_scheduler_type}
     free = FREE_ON_RESUME if schedules == {"constant"} else DEVICE_ONLY_FIELDS
-    return {k: v for k, v in flatten(config.to_dict()).items() if k not in free}
+    return {k: v for k, v in config.deciding_fields().items() if k not in free}

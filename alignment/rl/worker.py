@@ -290,7 +290,7 @@ class Worker:
             optimizer=optimizer,
             dtype=DTYPES[dtype],
             device=self.device.torch_device,
-            outputs=partial(stages.policy_outputs, temperature=self.config.actor_rollout_ref.rollout.temperature),
+            outputs=stages.outputs_of_policy(self.config),
             ranks=self.ranks if optimizer else None,
         )
 

@@ -95,24 +95,33 @@ def test_another_learning_rate_is_another_curve_configuration(world, plain, tmp_
     assert other.metrics[1]["actor/grad_norm"] != plain.metrics[1]["actor/grad_norm"]
 
 
-def test_dynamic_batching_changes_nothing_but_rounding(world, plain, tmp_path):
+@pytest.mark.parametrize(
+    "on, off",
+    [
+        (
+            {"actor_rollout_ref__actor__use_dynamic_bsz": True},
+            {
+                "actor_rollout_ref__actor__use_dynamic_bsz": False,
+                "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 8,
+            },
+        ),
+        ({"actor_rollout_ref__model__use_fused_kernels": True}, {"actor_rollout_ref__model__use_fused_kernels": False}),
+    ],
+    ids=["use_dynamic_bsz", "use_fused_kernels"],
+)
+def test_a_switch_of_layout_changes_nothing_but_rounding(world, tmp_path, on, off):
     """In float64, where the same tokens follow, on or off differ by the order of sums only."""
-    on, off = (
+    one, other = (
         run_dapo(
-            dapo_world.config(
-                world,
-                actor_rollout_ref__model__dtype="float64",
-                actor_rollout_ref__actor__use_dynamic_bsz=dynamic,
-                actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=None if dynamic else 8,
-            ),
-            run_dir=tmp_path / str(dynamic),
+            dapo_world.config(world, actor_rollout_ref__model__dtype="float64", **changes),
+            run_dir=tmp_path / name,
         )
-        for dynamic in (True, False)
+        for name, changes in (("on", on), ("off", off))
     )
     eps = torch.finfo(torch.float64).eps
     # AdamW divides by √v: where a gradient is small, a rounding error of it can grow by up to 1/√eps.
     bound = eps**0.5
-    for a, b in zip(on.metrics, off.metrics, strict=True):
+    for a, b in zip(one.metrics, other.metrics, strict=True):
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/pg_scale"):
             assert abs(a[name] - b[name]) <= bound * max(abs(a[name]), a["actor/pg_scale"]), name
         assert a["reward/before_filter"] == b["reward/before_filter"]

@@ -71,10 +71,16 @@ def budgets(golden, shaken, step: int) -> dict[str, Budget]:
     }
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["logits", "fused"])
 @pytest.mark.parametrize("model", ["transformers", "golden"])
-def test_a_replay_agrees_with_the_golden_engine_step_by_step(world, record, tmp_path, model):
+def test_a_replay_agrees_with_the_golden_engine_step_by_step(world, record, tmp_path, model, fused):
     rollouts, golden, allowed = record
-    settings = dapo_world.config(world, **FSDP, actor_rollout_ref__actor__fsdp_config__model=model)
+    settings = dapo_world.config(
+        world,
+        **FSDP,
+        actor_rollout_ref__actor__fsdp_config__model=model,
+        actor_rollout_ref__model__use_fused_kernels=fused,
+    )
     ours = replay_steps(settings, record=rollouts, run_dir=tmp_path)
     for step in range(STEPS):
         for metric, error in errors(ours.metrics[step], golden.metrics[step]).items():

@@ -97,6 +97,7 @@ def test_another_learning_rate_is_seen(even_world, rollouts, tmp_path):
     ({f"{MEGATRON}tensor_model_parallel_size": 2}, "the number of ranks.*expected a multiple of 2"),
     ({f"{MEGATRON}expert_model_parallel_size": 3}, "expert_model_parallel_size.*a divisor of n_routed_experts = 4"),
     ({f"{MEGATRON}pipeline_model_parallel_size": 4}, "pipeline_model_parallel_size.*2 layer"),
+    ({"actor_rollout_ref__model__use_fused_kernels": True}, "use_fused_kernels.*False with engine.train=megatron"),
 ])  # fmt: skip
 def test_sizes_that_do_not_fit_are_refused_before_the_first_step(even_world, rollouts, tmp_path, changes, message):
     with pytest.raises(InputError, match=message):
