@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from alignment.cli import baseline, checkpoint, checks, environment, training
+from alignment.cli import audit, baseline, checkpoint, checks, environment, training
 from alignment.errors import InputError
 from alignment.numerics.verdict import USAGE
 
@@ -17,6 +17,7 @@ app.command("run")(checks.run)
 app.command("dapo")(training.dapo)
 app.command("rollout")(training.rollout)
 app.command("compare-engines")(environment.compare_engines_command)
+app.command("audit")(audit.audit)
 app.command("doctor")(environment.doctor)
 app.add_typer(baseline.baseline_app, name="baseline")
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")

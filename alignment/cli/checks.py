@@ -46,20 +46,21 @@ def run(
 ) -> None:
     """Layered checks and a full DAPO run on the best device present, against the best matching baseline."""
     from alignment.baseline.suite import PARTS, SuiteSetting, run_suite
-    from alignment.faults.injection import WORKER_SETUP, active
+    from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import suite_progress
     from alignment.report.run_directory import PROVENANCE, finite, new_run_directory, write_verdicts
     from alignment.report.terminal import print_verdicts
 
     parts = _parts(only, PARTS)
     chosen = find_device(device, emulate_npu)
-    with active(fault or []), one_thread():
+    faults, changes = faults_and_overrides(overrides, fault)
+    with active(faults), one_thread():
         setting = SuiteSetting(
             device=chosen,
             baselines=baseline,
             run_dir=run_dir or RUNS,
             config=config,
-            overrides=tuple(overrides or ()),
+            overrides=tuple(changes),
             parts=parts,
             subjects=tuple(subject or ()),
             executor=executor,

@@ -27,7 +27,7 @@ EmulateOption = Annotated[bool, typer.Option("--emulate-npu", help="Install the 
 FaultOption = Annotated[
     Optional[list[str]],
     typer.Option(
-        "--fault", metavar="PATH.PY:OBJECT", help="Switch on a deliberate fault (may be given several times)."
+        "--fault", metavar="ID|PATH.PY:OBJECT", help="Switch on a deliberate fault (may be given several times)."
     ),
 ]
 BaselineOption = Annotated[Path, typer.Option("--baseline", help="Folder of the stored baselines.")]

@@ -35,18 +35,19 @@ def dapo(
 ) -> None:
     """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says."""
     from alignment.baseline.runs import torch_name
-    from alignment.faults.injection import WORKER_SETUP, active
+    from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
     from alignment.report.run_directory import new_run_directory
     from alignment.rl.config import load_config
     from alignment.rl.run import run_dapo
 
-    settings = load_config(config, list(overrides or ()))
+    faults, changes = faults_and_overrides(overrides, fault)
+    settings = load_config(config, changes)
     chosen = find_device(settings.trainer.device if device == "auto" else device, emulate_npu)
     # A directory that is named may hold an earlier part of the same run: trainer.resume_mode decides what happens.
     directory = run_dir or new_run_directory(RUNS)
     console = console_on(as_json)
-    with active(fault or []), one_thread(), training_progress(console, quiet=as_json) as progress:
+    with active(faults), one_thread(), training_progress(console, quiet=as_json) as progress:
         result = run_dapo(
             settings,
             run_dir=directory,
@@ -73,15 +74,16 @@ def rollout(
 ) -> None:
     """The rollout stage alone: bring up the engine, show what it generates, say whether the text is garbled."""
     from alignment.baseline.runs import torch_name
-    from alignment.faults.injection import active
+    from alignment.faults.injection import active, faults_and_overrides
     from alignment.report.rollout_view import rollout_command
     from alignment.report.run_directory import finite
     from alignment.rl.config import load_config
 
-    settings = load_config(config, list(overrides or ()))
+    faults, changes = faults_and_overrides(overrides, fault)
+    settings = load_config(config, changes)
     chosen = find_device(settings.trainer.device if device == "auto" else device, emulate_npu)
     emit = (lambda line: None) if as_json else print
-    with active(fault or []), one_thread():
+    with active(faults), one_thread():
         result = rollout_command(settings, prompts=prompts, device=torch_name(chosen), emit=emit)
     if as_json:
         print(json.dumps({"verdicts": [finite(v.to_dict()) for v in result.verdicts]}, indent=1))

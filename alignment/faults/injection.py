@@ -1,11 +1,12 @@
-"""Loads a fault named ``path.py:object`` and keeps it active, here and in every worker process."""
+"""Finds a fault by its id or as ``path.py:object`` and keeps it active, here and in every worker process."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from alignment.errors import InputError
 
 ENVIRONMENT = "ALIGNMENT_FAULTS"
 WORKER_SETUP = "alignment.faults.injection:activate_from_environment"
+OVERRIDE = "faults"
 _SEPARATOR = "\n"
 _for_the_life_of_the_worker = contextlib.ExitStack()
 
@@ -20,19 +22,28 @@ _for_the_life_of_the_worker = contextlib.ExitStack()
 def load_fault(spec: str) -> Callable[[], AbstractContextManager]:
     """The fault that ``spec`` names: a callable of no arguments that returns a context manager.
 
-    ``spec`` is ``path.py:object``: a Python file and a name in it, usually a function under ``contextlib.contextmanager``.
+    ``spec`` is the id of a fault of the catalogue, or ``path.py:object``: a Python file and a name in it, a
+    :class:`~alignment.faults.fault.Fault` or a function under ``contextlib.contextmanager``.
 
     Raises:
-        InputError: the file or the name is missing, or the object cannot be called.
+        InputError: an unknown id (the nearest one is named), the file or the name is missing, or the object cannot be
+            called.
     """
     path_text, separator, name = spec.rpartition(":")
-    if not separator or not name.isidentifier():
+    if not separator:
+        from alignment.faults.catalogue import find_faults
+
+        return find_faults([spec])[0]
+    if not name.isidentifier():
         raise InputError("a fault is named path.py:object", where="--fault", expected="path.py:object", found=spec)
     path = Path(path_text).resolve()
     if not path.is_file() or path.suffix != ".py":
         raise InputError("the file of the fault does not exist", where="--fault", expected="a .py file", found=path_text)
-    module_spec = importlib.util.spec_from_file_location(f"alignment_fault_{path.stem}", path)
+    module_name = f"alignment_fault_{path.stem}"
+    module_spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(module_spec)
+    # Dataclasses look their module up by name while their class is made.
+    sys.modules[module_name] = module
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
@@ -46,18 +57,29 @@ def load_fault(spec: str) -> Callable[[], AbstractContextManager]:
     return fault
 
 
+def faults_and_overrides(overrides: Sequence[str] | None, fault: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The faults that ``--fault`` and ``faults=[id,…]`` name, and the overrides that are left."""
+    named, rest = list(fault or ()), []
+    for override in overrides or ():
+        key, separator, value = override.partition("=")
+        if separator and key.strip() == OVERRIDE:
+            named += [one.strip().strip("\"'") for one in value.strip().strip("[]").split(",") if one.strip()]
+        else:
+            rest.append(override)
+    return named, rest
+
+
 @contextlib.contextmanager
-def active(specs: list[str]) -> Iterator[None]:
+def active(specs: Sequence[str]) -> Iterator[None]:
     """Runs the block with every fault of ``specs`` switched on, in this process and in the workers it starts.
 
     Raises:
         InputError: a fault cannot be loaded (nothing is switched on then).
     """
     faults = [load_fault(spec) for spec in specs]
-    absolute = [f"{Path(p).resolve()}:{name}" for p, _, name in (spec.rpartition(":") for spec in specs)]
     before = os.environ.get(ENVIRONMENT)
-    if absolute:
-        os.environ[ENVIRONMENT] = _SEPARATOR.join(absolute)
+    if specs:
+        os.environ[ENVIRONMENT] = _SEPARATOR.join(_anywhere(spec) for spec in specs)
     try:
         with contextlib.ExitStack() as stack:
             for fault in faults:
@@ -74,3 +96,9 @@ def activate_from_environment() -> None:
     """Switches on the faults of the parent process for the life of this worker process."""
     for spec in filter(None, os.environ.get(ENVIRONMENT, "").split(_SEPARATOR)):
         _for_the_life_of_the_worker.enter_context(load_fault(spec)())
+
+
+def _anywhere(spec: str) -> str:
+    """``spec`` as a process with another working directory finds it."""
+    path, separator, name = spec.rpartition(":")
+    return f"{Path(path).resolve()}:{name}" if separator else spec

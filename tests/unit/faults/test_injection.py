@@ -51,7 +51,8 @@ def test_a_worker_process_takes_the_faults_of_its_parent(fault_file):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nothing", "a fault is named path.py:object"),
+        ("nothing", "there is no such fault; expected an id of the catalogue"),
+        ("x.py:not a name", "a fault is named path.py:object"),
         ("missing.py:fault", "the file of the fault does not exist"),
         ("{file}:sideways", "the file has no such fault; expected one of ['upside_down']; found sideways"),
     ],
