@@ -18,10 +18,15 @@ from alignment.backends.golden_layers import (
     weights_of,
 )
 from alignment.backends.megatron_groups import join_groups
-from alignment.backends.megatron_model import BuildSettings, build_chunks, engine_scope, installed_version, naming_of
+from alignment.backends.megatron_model import (
+    BuildSettings,
+    build_chunks,
+    engine_scope,
+    megatron_availability,
+    naming_of,
+)
 from alignment.backends.subject import EVERY_KIND, SubjectAvailability
 from alignment.devices.base import Device
-from alignment.errors import InputError, UnavailableError
 from alignment.models.config import ModelConfig, preset
 from alignment.weights.megatron_layout import (
     LocalParameter,
@@ -49,10 +54,7 @@ class MegatronLayers:
         self.settings = settings or BuildSettings()
 
     def available(self, device: Device) -> SubjectAvailability:
-        try:
-            return SubjectAvailability(available=True, reason=f"megatron-core {installed_version()} on {device.label}")
-        except (UnavailableError, InputError) as error:
-            return SubjectAvailability(available=False, reason=str(error))
+        return megatron_availability(device)
 
     def supports(self, case: Case) -> bool:
         return case.operator in ("decoder_layer", "causal_lm")

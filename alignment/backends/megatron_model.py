@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.backends.subject import SubjectAvailability
 from alignment.devices.base import Device
 from alignment.errors import InputError, UnavailableError
 from alignment.models.config import ModelConfig
@@ -101,6 +102,19 @@ def installed_version() -> str:
     version = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "package_info.py"))["__version__"]
     check_version(version)
     return version
+
+
+def megatron_availability(device: Device) -> SubjectAvailability:
+    """Whether megatron-core can run on ``device`` here, and if not, why; imports neither it nor MindSpeed."""
+    try:
+        version = installed_version()
+    except (UnavailableError, InputError) as error:
+        return SubjectAvailability(available=False, reason=str(error))
+    if device.kind == "npu" and importlib.util.find_spec("mindspeed") is None:
+        return SubjectAvailability(
+            available=False, reason=f"megatron-core {version} needs MindSpeed on an NPU, and it is not installed"
+        )
+    return SubjectAvailability(available=True, reason=f"megatron-core {version} on {device.label}")
 
 
 def check_version(version: str) -> None:

@@ -7,18 +7,28 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import DeviceOption, EmulateOption, JsonOption, console_on, install_emulated_npu
+from alignment.cli.options import (
+    BASELINES,
+    BaselineOption,
+    DeviceOption,
+    EmulateOption,
+    JsonOption,
+    console_on,
+    install_emulated_npu,
+)
 
 
-def doctor(as_json: JsonOption = False, emulate_npu: EmulateOption = False) -> None:
-    """Which devices and implementations are here, and why the others are not."""
+def doctor(
+    as_json: JsonOption = False, emulate_npu: EmulateOption = False, baseline: BaselineOption = BASELINES
+) -> None:
+    """Devices, implementations, engines, stack, switches and matching baselines; and why what is missing is missing."""
     from alignment.report.doctor import examine, print_examination
 
     if emulate_npu:
         install_emulated_npu()
-    found = examine()
+    found = examine(baseline)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1, default=str))
     else:
         print_examination(console_on(False), found)
 

@@ -1,0 +1,57 @@
+"""``alignment doctor`` says what is here, what a run would be held to, and why the rest is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from alignment.cli.options import BASELINES
+from alignment.report.doctor import STACK, examine, print_examination
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return examine(BASELINES)
+
+
+def test_every_engine_is_listed_with_a_reason(found):
+    chosen = {(row["role"], row["engine"]) for row in found["engines"] if row["device"] == "cpu"}
+    assert chosen == {
+        ("train", "golden"), ("train", "fsdp"), ("train", "megatron"), ("rollout", "golden"), ("rollout", "vllm")
+    }  # fmt: skip
+    assert all(row["reason"] for row in found["engines"] + found["subjects"])
+    golden = [row for row in found["engines"] if row["engine"] == "golden"]
+    assert all(row["available"] for row in golden)
+
+
+@pytest.mark.parametrize("package, engine", [("megatron", "megatron"), ("vllm", "vllm")])
+def test_an_engine_that_is_not_installed_is_named_so(monkeypatch, package, engine):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else real(name, *a))
+    rows = [row for row in examine(BASELINES)["engines"] if row["engine"] == engine and row["device"] == "cpu"]
+    assert [(row["available"], "not installed" in row["reason"]) for row in rows] == [(False, True)]
+
+
+def test_baselines_of_this_machine_and_of_none(found, tmp_path):
+    by_layer = {row["layer"]: row for row in found["baselines"] if row["device"] == "cpu"}
+    assert set(by_layer) == {"unit", "layer", "e2e"}
+    assert all(row["stored"] > 0 and row["step"] in ("same chip", "same kind") for row in by_layer.values())
+    nothing = examine(tmp_path)["baselines"]
+    assert all((row["stored"], row["step"], row["chips"]) == (0, None, []) for row in nothing)
+
+
+def test_the_stack_names_what_is_missing_too(found):
+    assert tuple(found["stack"]) == STACK
+    assert found["stack"]["torch"]
+
+
+def test_it_prints_and_is_json(found):
+    text = io.StringIO()
+    print_examination(Console(file=text, width=200), found)
+    for part in ("engine.rollout=vllm", found["baselines"][-1]["step"], f"torch {found['stack']['torch']}"):
+        assert part in text.getvalue()
+    json.dumps(found)
