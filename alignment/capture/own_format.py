@@ -1,0 +1,492 @@
+"""This suite's capture on disk: written whole or not at all, read without torch.
+
+::
+
+    <dir>/capture.json                        format version, level, detail, sketch size and seed, provenance
+    <dir>/step<S>/<stage>/rank<R>.safetensors    ``statistics`` float64 [rows, 7], ``sketches`` float32 [n, size]
+    <dir>/step<S>/<stage>/rank<R>-<part>.safetensors   tensors, where they were kept
+    <dir>/step<S>/<stage>/rank<R>.json        the rows, column by column
+
+The ``.json`` of a rank is written last: its presence says that this stage is finished on this rank, and whatever lies
+beside it without one is left over from a run that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from alignment.capture.record import DIRECTIONS, KINDS, ROLES, Shard, Statistics, TensorRow
+from alignment.errors import InputError
+from alignment.files import read_json, write_atomically, write_json
+from alignment.weights.tensor_file import StoredTensor, plan_file, read_header, write_file
+
+FORMAT = "alignment-capture"
+VERSION = 1
+ABOUT = "capture.json"
+STATISTIC_COLUMNS = ("max", "min", "mean", "l2", "nan_count", "inf_count", "count")
+PART_BYTES = 256 << 20
+"""Tensors go to disk in parts of about this size while the step runs, so that memory stays bounded."""
+
+_STAGE = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+_STEP_DIR, _RANK_FILE = re.compile(r"step(\d{1,12})"), re.compile(r"rank(\d{1,9})\.json")
+_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64",
+}  # fmt: skip
+_NUMPY = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
+    "BOOL": "?", "U16": "<u2", "U32": "<u4", "U64": "<u8",
+}  # fmt: skip
+
+
+@dataclass
+class RowColumns:
+    """The rows of one stage and rank, column by column, and what belongs to them."""
+
+    module: list[str] = field(default_factory=list)
+    class_name: list[str] = field(default_factory=list)
+    kind: list[str] = field(default_factory=list)
+    direction: list[str] = field(default_factory=list)
+    call: list[int] = field(default_factory=list)
+    role: list[str] = field(default_factory=list)
+    path: list[str] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    parent: list[str] = field(default_factory=list)
+    dtype: list[str] = field(default_factory=list)
+    shape: list[tuple[int, ...]] = field(default_factory=list)
+    shard: list[tuple[int, int, int, int] | None] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    """Index into the key groups, −1 for none."""
+    statistics: list[int] = field(default_factory=list)
+    """Index into the statistics, −1 for none. Rows that hold one tensor share it."""
+    sketch: list[int] = field(default_factory=list)
+    """First of the tensor's sketches, −1 for none."""
+    sketch_count: list[int] = field(default_factory=list)
+    """0: one sketch of the whole tensor; n: one per sample."""
+    tensor: list[str | None] = field(default_factory=list)
+    """``<part>/<name>`` of the tensor's bytes."""
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def append(self, **row: Any) -> None:
+        """Adds a row; every column is named."""
+        for name, column in vars(self).items():
+            column.append(row.pop(name))
+        if row:
+            raise TypeError(f"no such column: {', '.join(row)}")
+
+
+_COLUMNS = tuple(vars(RowColumns()))
+_CODED = ("module", "class_name", "kind", "direction", "role", "path", "parent", "dtype", "shape", "shard")
+
+
+def write_about(root: Path, about: Mapping[str, Any]) -> None:
+    """Writes ``capture.json``: ``about`` beside format and version."""
+    write_json(Path(root) / ABOUT, {**about, "format": FORMAT, "version": VERSION})
+
+
+def write_rows(
+    root: Path,
+    step: int,
+    stage: str,
+    rank: int,
+    columns: RowColumns,
+    *,
+    statistics: np.ndarray,
+    sketches: np.ndarray,
+    key_groups: Sequence[Sequence[str]] = (),
+    parts: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes one finished stage of one rank.
+
+    Args:
+        columns: the rows.
+        statistics: float64 [n, 7] in the order of :data:`STATISTIC_COLUMNS`.
+        sketches: float32 [m, size].
+        key_groups: content hashes that rows point at.
+        parts: names of the tensor files written before, see :func:`write_part`.
+        about: anything more to keep, as JSON.
+
+    Returns:
+        The path of the rows.
+    """
+    directory = stage_directory(root, step, stage)
+    arrays = {
+        "statistics": np.ascontiguousarray(statistics, "<f8").reshape(-1, len(STATISTIC_COLUMNS)),
+        "sketches": np.ascontiguousarray(sketches, "<f4"),
+    }
+    data = directory / f"rank{rank}.safetensors"
+    _write_tensors(data, {name: (("F64", "F32")[name == "sketches"], a.shape, a) for name, a in arrays.items()})
+    document: dict[str, Any] = {
+        "format": FORMAT, "version": VERSION, "step": step, "stage": stage, "rank": rank, "rows": len(columns),
+        "data": data.name, "parts": list(parts), "key_groups": [list(group) for group in key_groups],
+        "about": dict(about or {}), "columns": {},
+    }  # fmt: skip
+    for name in _COLUMNS:
+        values = getattr(columns, name)
+        document["columns"][name] = _encoded(values) if name in _CODED else values
+    path = directory / f"rank{rank}.json"
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    return path
+
+
+def write_part(
+    root: Path, step: int, stage: str, rank: int, part: int, tensors: Mapping[str, tuple[str, Sequence[int], Any]]
+) -> str:
+    """Writes tensors, (dtype as torch names it, shape, contiguous little-endian buffer) by name.
+
+    Returns:
+        The name of the file.
+    """
+    path = stage_directory(root, step, stage) / f"rank{rank}-{part:05d}.safetensors"
+    _write_tensors(path, {n: (stored_dtype(d), s, b) for n, (d, s, b) in tensors.items()})
+    return path.name
+
+
+def stored_dtype(dtype: str) -> str:
+    """The name in the safetensors format of a dtype as torch names it.
+
+    Raises:
+        InputError: the format has no such dtype.
+    """
+    if dtype not in _DTYPES:
+        raise InputError("a dtype that cannot be stored", where="dtype", expected=", ".join(_DTYPES), found=dtype)
+    return _DTYPES[dtype]
+
+
+def stage_directory(root: Path, step: int, stage: str) -> Path:
+    """Where the ranks of a stage write.
+
+    Raises:
+        InputError: the name of the stage is no name of a folder.
+    """
+    if not _STAGE.fullmatch(stage) or set(stage) == {"."}:
+        raise InputError("this cannot be the name of a stage", where="stage", expected="letters, digits, _ . -", found=stage)
+    return Path(root) / f"step{step}" / stage
+
+
+def is_capture(root: Path) -> bool:
+    """Whether ``root`` holds a capture of this format."""
+    return (Path(root) / ABOUT).is_file()
+
+
+class OwnCapture:
+    """Reads this suite's own captures. See :class:`~alignment.capture.record.CaptureReader`.
+
+    Raises:
+        InputError: ``capture.json`` is missing, damaged or of another version.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+        about = read_json(self.root / ABOUT)
+        found = about.get("format") if isinstance(about, dict) else type(about).__name__
+        if found != FORMAT:
+            raise InputError("this is no capture", where=self.root / ABOUT, expected=f"format {FORMAT}", found=found)
+        if about.get("version") != VERSION:
+            raise InputError(
+                "a capture of another version", where=self.root / ABOUT, expected=VERSION, found=about.get("version")
+            )
+        self._about = about
+
+    def describe(self) -> dict[str, Any]:
+        """``capture.json``."""
+        return dict(self._about)
+
+    def steps(self) -> list[int]:
+        """Steps with at least one finished stage."""
+        found = []
+        for path in self.root.iterdir():
+            match = _STEP_DIR.fullmatch(path.name)
+            if match and path.is_dir() and self.stages(int(match[1])):
+                found.append(int(match[1]))
+        return sorted(found)
+
+    def stages(self, step: int) -> list[str]:
+        """Finished stages in the order of the run (``stage_order`` of ``capture.json``), then by name."""
+        order = self._about.get("stage_order")
+        order = [s for s in order if isinstance(s, str)] if isinstance(order, list) else []
+        rank = {stage: i for i, stage in enumerate(order)}
+        directory = self.root / f"step{step}"
+        names = [p.name for p in directory.iterdir() if p.is_dir() and self._ranks(p)] if directory.is_dir() else []
+        return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
+
+    def ranks(self, step: int, stage: str) -> list[int]:
+        """Ranks whose rows are complete."""
+        return self._ranks(stage_directory(self.root, step, stage))
+
+    def rows(self, step: int, stage: str, rank: int) -> Iterator[TensorRow]:
+        """The rows of one rank. See :class:`~alignment.capture.record.CaptureReader`."""
+        path = stage_directory(self.root, step, stage) / f"rank{rank}.json"
+        return _Rows(path, step=step, stage=stage, rank=rank).iterate()
+
+    @staticmethod
+    def _ranks(directory: Path) -> list[int]:
+        if not directory.is_dir():
+            return []
+        return sorted(int(m[1]) for p in directory.iterdir() if (m := _RANK_FILE.fullmatch(p.name)))
+
+
+class _Rows:
+    """One ``rank<R>.json``, checked before the first row is handed out."""
+
+    def __init__(self, path: Path, *, step: int, stage: str, rank: int) -> None:
+        self.path = path
+        try:
+            document = read_json(path)
+        except RecursionError:
+            raise self._damaged("the document", "JSON nested a few levels deep", "deeper nesting") from None
+        self._is(document, dict, "the document")
+        for name, expected in (("format", FORMAT), ("version", VERSION), ("step", step), ("stage", stage), ("rank", rank)):
+            if document.get(name) != expected or isinstance(document.get(name), bool):
+                raise self._damaged(name, expected, document.get(name))
+        self.count = self._natural(document.get("rows"), "rows")
+        columns = self._is(document.get("columns"), dict, "columns")
+        self.columns = {name: self._column(columns.get(name), name) for name in _COLUMNS}
+        self.parts = [
+            self._file_name(part, f"parts[{i}]") for i, part in enumerate(self._is(document.get("parts"), list, "parts"))
+        ]
+        self.data = self._file_name(document.get("data"), "data")
+        groups = self._is(document.get("key_groups"), list, "key_groups")
+        self.key_groups = [self._strings(group, f"key_groups[{i}]") for i, group in enumerate(groups)]
+        self._open: dict[str, dict[str, StoredTensor]] = {}
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def iterate(self) -> Iterator[TensorRow]:
+        statistics = self._array("statistics", "F64", (None, len(STATISTIC_COLUMNS)))
+        listed = statistics.tolist()
+        sketches = self._array("sketches", "F32", (None, None))
+        columns = self.columns
+        checks = {"kind": KINDS, "direction": DIRECTIONS, "role": ROLES}
+        for name, allowed in checks.items():
+            unknown = set(columns[name]) - set(allowed)
+            if unknown:
+                raise self._damaged(f"columns.{name}", " | ".join(allowed), sorted(unknown)[0])
+        for i in range(self.count):
+            where = columns["statistics"][i]
+            if where >= len(listed):
+                raise self._damaged(f"columns.statistics[{i}]", f"an index below {len(listed)}", where)
+            group = columns["keys"][i]
+            if group >= len(self.key_groups):
+                raise self._damaged(f"columns.keys[{i}]", f"an index below {len(self.key_groups)}", group)
+            first, count = columns["sketch"][i], columns["sketch_count"][i]
+            if first >= 0 and first + max(1, count) > len(sketches):
+                raise self._damaged(f"columns.sketch[{i}]", f"at most {len(sketches)} sketches", first + max(1, count))
+            shard, shape, tensor = columns["shard"][i], columns["shape"][i], columns["tensor"][i]
+            yield TensorRow(
+                module=columns["module"][i],
+                class_name=columns["class_name"][i],
+                kind=columns["kind"][i],
+                direction=columns["direction"][i],
+                call=columns["call"][i],
+                role=columns["role"][i],
+                path=columns["path"][i],
+                order=columns["order"][i],
+                parent=columns["parent"][i],
+                dtype=columns["dtype"][i],
+                shape=shape,
+                shard=shard,
+                statistics=self._statistics(listed[where], where) if where >= 0 else None,
+                keys=self.key_groups[group] if group >= 0 else None,
+                load_sketch=self._sketch_loader(first, count) if first >= 0 else None,
+                load_tensor=self._tensor_loader(tensor, columns["dtype"][i], shape, i) if tensor is not None else None,
+            )
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def _statistics(self, row: list[float], index: int) -> Statistics:
+        *reals, nan_count, inf_count, count = row
+        try:
+            whole = [int(v) for v in (nan_count, inf_count, count)]
+        except (ValueError, OverflowError):
+            raise self._damaged(f"{self.data}: statistics[{index}]", "counts", row[4:]) from None
+        high, low, mean, l2 = reals
+        return Statistics(
+            max=high, min=low, mean=mean, l2=l2, nan_count=whole[0], inf_count=whole[1], count=whole[2]
+        )
+
+    def _sketch_loader(self, first: int, count: int) -> Callable[[], np.ndarray]:
+        def load() -> np.ndarray:
+            sketches = self._array("sketches", "F32", (None, None))
+            return np.array(sketches[first : first + count] if count else sketches[first])
+
+        return load
+
+    def _tensor_loader(self, spec: str, dtype: str, shape: tuple[int, ...], i: int) -> Callable[[], np.ndarray]:
+        def load() -> np.ndarray:
+            part, _, name = spec.partition("/")
+            if not part.isascii() or not part.isdecimal() or len(part) > 9 or int(part) >= len(self.parts):
+                raise self._damaged(f"columns.tensor[{i}]", f"<part>/<name> with part < {len(self.parts)}", spec)
+            file = self.parts[int(part)]
+            stored = self._header(file).get(name)
+            if stored is None:
+                raise self._damaged(f"columns.tensor[{i}]", f"a tensor of {file}", name)
+            if stored.shape != shape or stored.dtype != _DTYPES.get(dtype):
+                raise self._damaged(f"{file}: {name}", f"{dtype} {list(shape)}", f"{stored.dtype} {list(stored.shape)}")
+            return decoded(stored)
+
+        return load
+
+    def _array(self, name: str, dtype: str, shape: tuple[int | None, ...]) -> np.ndarray:
+        if name not in self._arrays:
+            stored = self._header(self.data).get(name)
+            if stored is None:
+                raise self._damaged(self.data, f"a tensor {name}", "none")
+            fits = len(stored.shape) == len(shape) and all(n in (None, m) for n, m in zip(shape, stored.shape))
+            if stored.dtype != dtype or not fits:
+                raise self._damaged(f"{self.data}: {name}", f"{dtype} of shape {shape}", f"{stored.dtype} {stored.shape}")
+            self._arrays[name] = mapped(stored)
+        return self._arrays[name]
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        if name not in self._open:
+            path = self.path.parent / name
+            try:
+                tensors = read_header(path).tensors
+            except RecursionError:
+                raise self._damaged(f"{name}: header", "JSON nested a few levels deep", "deeper nesting") from None
+            for tensor in tensors:
+                if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in tensor.shape):
+                    raise self._damaged(f"{name}: {tensor.name}", "sizes ≥ 0", tensor.shape)
+            self._open[name] = {tensor.name: tensor for tensor in tensors}
+        return self._open[name]
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _damaged(self, place: str, expected: object, found: object) -> InputError:
+        found = found if isinstance(found, str) else repr(found)
+        return InputError(
+            f"the field {place} is damaged", where=self.path, expected=expected, found=found[:200]
+        )
+
+    def _is(self, value: Any, kind: type, place: str) -> Any:
+        if not isinstance(value, kind):
+            raise self._damaged(place, kind.__name__, value)
+        return value
+
+    def _natural(self, value: Any, place: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+            raise self._damaged(place, "a count", value)
+        return value
+
+    def _strings(self, value: Any, place: str) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self._damaged(place, "a list of strings", value)
+        return tuple(value)
+
+    def _file_name(self, value: Any, place: str) -> str:
+        if not isinstance(value, str) or not re.fullmatch(r"rank[0-9]+(-[0-9]+)?\.safetensors", value):
+            raise self._damaged(place, "the name of a file beside this one", value)
+        return value
+
+    def _column(self, column: Any, name: str) -> list:
+        place = f"columns.{name}"
+        if name in _CODED:
+            self._is(column, dict, place)
+            raw = self._is(column.get("values"), list, f"{place}.values")
+            if name == "shape":
+                values = [self._shape(v, place) for v in raw]
+            elif name == "shard":
+                values = [None if v is None else self._shard(v, place) for v in raw]
+            else:
+                values = list(self._strings(raw, f"{place}.values"))
+            codes = self._is(column.get("codes"), list, f"{place}.codes")
+            if not all(type(c) is int and 0 <= c < len(values) for c in codes):
+                raise self._damaged(f"{place}.codes", f"indices below {len(values)}", codes)
+            decoded_column = [values[c] for c in codes]
+        else:
+            decoded_column = self._is(column, list, place)
+            if name == "tensor":
+                if not all(v is None or isinstance(v, str) for v in decoded_column):
+                    raise self._damaged(place, "names", decoded_column)
+            elif not all(type(v) is int and -1 <= v < 1 << 53 for v in decoded_column):
+                raise self._damaged(place, "integers ≥ −1", decoded_column)
+        if len(decoded_column) != self.count:
+            raise self._damaged(place, f"{self.count} rows", f"{len(decoded_column)} rows")
+        return decoded_column
+
+    def _shape(self, value: Any, place: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 1 << 53 for n in value):
+            raise self._damaged(place, "a shape", value)
+        return tuple(value)
+
+    def _shard(self, value: Any, place: str) -> Shard:
+        if len(self._shape(value, place)) != 4:
+            raise self._damaged(place, "[dim, start, length, whole]", value)
+        return Shard(dim=value[0], start=value[1], length=value[2], whole=value[3])
+
+
+def mapped(stored: StoredTensor) -> np.ndarray:
+    """The bytes of a tensor as a read-only array backed by the file; a dtype that NumPy lacks comes as its bits."""
+    dtype = np.dtype(_NUMPY.get(stored.dtype) or ("<u2" if stored.dtype == "BF16" else "u1"))
+    if not math.prod(stored.shape):
+        return np.empty(stored.shape, dtype)
+    try:
+        return np.memmap(stored.path, dtype=dtype, mode="r", offset=stored.begin, shape=stored.shape)
+    except (OSError, ValueError) as error:
+        raise InputError("the file cannot be read", where=f"{stored.path}: {stored.name}", found=str(error)) from None
+
+
+def decoded(stored: StoredTensor) -> np.ndarray:
+    """The tensor in a dtype of NumPy that holds its values exactly: bfloat16 and the 8-bit floats as float32.
+
+    Raises:
+        InputError: the dtype has no reader.
+    """
+    array = mapped(stored)
+    if stored.dtype == "BF16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if stored.dtype in _FLOAT8:
+        return _float8_table(*_FLOAT8[stored.dtype])[array]
+    if stored.dtype not in _NUMPY:
+        raise InputError("a dtype without a reader", where=f"{stored.path}: {stored.name}", found=stored.dtype)
+    return array
+
+
+_FLOAT8 = {"F8_E4M3": (4, 3, 7, False), "F8_E5M2": (5, 2, 15, True)}
+
+
+def _float8_table(exponent_bits: int, mantissa_bits: int, bias: int, has_infinity: bool) -> np.ndarray:
+    """Value of every byte. E4M3 (the ``fn`` kind) has NaN at 0x7f and 0xff only, E5M2 follows IEEE 754."""
+    codes = np.arange(256)
+    sign = np.where(codes >> 7, -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    value = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
+    if has_infinity:
+        top = exponent == (1 << exponent_bits) - 1
+        value = np.where(top, np.where(mantissa == 0, np.inf, np.nan), value)
+    else:
+        value = np.where((codes & 0x7F) == 0x7F, np.nan, value)
+    return (sign * value).astype(np.float32)
+
+
+def _encoded(values: Sequence[Any]) -> dict[str, list]:
+    """A column of few different values: the values, and the index of each row's."""
+    codes: dict[Any, int] = {}
+    indices = [codes.setdefault(value, len(codes)) for value in values]
+    return {"values": list(codes), "codes": indices}
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, tuple[str, Sequence[int], Any]]) -> None:
+    plan = plan_file(path, [(n, d, s) for n, (d, s, _) in tensors.items()], metadata={"format": FORMAT})
+
+    def fill(tensor: StoredTensor, out: BinaryIO) -> None:
+        data = memoryview(np.ascontiguousarray(tensors[tensor.name][2]).reshape(-1).view(np.uint8))
+        done = 0
+        while done < len(data):
+            done += out.write(data[done:])
+
+    write_atomically(path, lambda beside: write_file(beside, plan, fill))
