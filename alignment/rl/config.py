@@ -28,10 +28,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 from alignment.errors import InputError, UnavailableError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+C = TypeVar("C", bound="RunConfig")
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+"]
@@ -352,8 +356,8 @@ Fingerprints leave them out at that value, so that what was recorded then still 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """A whole, checked configuration: after construction no inherited field is ``null``.
+class RunConfig:
+    """What every pipeline's configuration has: after construction no inherited field is ``null``.
 
     Raises:
         InputError: values that do not fit together, naming the field.
@@ -361,25 +365,29 @@ class TrainConfig:
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
-        for name, value in _inherited(self).items():
+        for name, value in self._inherited().items():
             object.__setattr__(self, name, value)
-        _validate(self)
+        self._validate()
+
+    def _inherited(self) -> dict[str, Any]:
+        return _inherited(self)
+
+    def _validate(self) -> None:
+        _validate_run(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """From nested dictionaries, as YAML gives them.
 
         Raises:
             InputError: an unknown key (with the nearest known one), a wrong type, or values that do not fit.
         """
-        return _build(cls, data, path="")
+        return _build(cls, data, path="", root=cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested dictionaries of plain values; ``from_dict`` gives an equal configuration back."""
@@ -416,6 +424,24 @@ class TrainConfig:
         """Optimizer steps per pass over the samples of a step: mini batches in the global batch."""
         return self.data.train_batch_size // self.actor_rollout_ref.actor.ppo_mini_batch_size
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """The configuration of DAPO, GRPO and PPO. See :class:`RunConfig`."""
+
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+    def _inherited(self) -> dict[str, Any]:
+        common = _inherited(self)
+        actor = common["actor_rollout_ref"].actor
+        names = [f.name for f in dataclasses.fields(CriticConfig) if hasattr(actor, f.name)]
+        return {**common, "critic": _fill(self.critic, **{name: getattr(actor, name) for name in names})}
+
+    def _validate(self) -> None:
+        _validate_run(self)
+        _validate(self)
+
     @property
     def use_critic(self) -> bool:
         """Whether the algorithm needs a value model."""
@@ -440,13 +466,16 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in _PRESETS.glob("*.yaml")))
 
 
-def load_config(source: str | Path | None = None, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    source: str | Path | None = None, overrides: Sequence[str] = (), *, kind: type[C] | None = None
+) -> C | TrainConfig:
     """A configuration from a YAML file or a preset, changed by dotted overrides.
 
     Args:
         source: path of a YAML file, name of a preset, or None for the defaults.
         overrides: ``a.b.c=value`` with a YAML value; later ones win. Adding keys (``+new=``) is refused: every key that
             has a meaning is in the tree already.
+        kind: which pipeline's configuration; DAPO's by default.
 
     Raises:
         InputError: unknown preset or key (with the nearest known one), malformed file or override, wrong type.
@@ -454,7 +483,8 @@ def load_config(source: str | Path | None = None, overrides: Sequence[str] = ())
     """
     tree = _read_yaml(source) if source is not None else {}
     interpolates = any(isinstance(v, str) and "${" in v for v in flatten(tree).values())
-    return TrainConfig.from_dict(_override(tree, overrides) if overrides or interpolates else tree)
+    root = kind or TrainConfig
+    return root.from_dict(_override(tree, overrides, root) if overrides or interpolates else tree)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -494,7 +524,7 @@ def _read_yaml(source: str | Path) -> Mapping[str, Any]:
     return tree or {}
 
 
-def _override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def _override(tree: Mapping[str, Any], overrides: Sequence[str], root: type) -> dict[str, Any]:
     import yaml
 
     try:
@@ -506,7 +536,7 @@ def _override(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
             where=overrides[0] if overrides else "configuration",
             next_step="pip install omegaconf",
         ) from None
-    known = set(flatten(_plain_tree(TrainConfig)))
+    known = set(flatten(_plain_tree(root)))
     merged = OmegaConf.create(dict(tree))
     for text in overrides:
         key, equals, _ = text.partition("=")
@@ -544,7 +574,7 @@ def _unknown_key(key: str, known: set[str]) -> InputError:
     return InputError("there is no such key", where=key, next_step=f"the nearest known key is {best[0]}")
 
 
-def _build(cls: type, data: Any, path: str) -> Any:
+def _build(cls: type, data: Any, path: str, root: type) -> Any:
     if not isinstance(data, Mapping):
         raise InputError(
             "a section is a mapping", where=path or "configuration", expected="a mapping", found=type(data).__name__
@@ -553,12 +583,12 @@ def _build(cls: type, data: Any, path: str) -> Any:
     prefix = f"{path}." if path else ""
     for key in data:
         if key not in hints:
-            raise _unknown_key(f"{prefix}{key}", set(flatten(_plain_tree(TrainConfig))))
+            raise _unknown_key(f"{prefix}{key}", set(flatten(_plain_tree(root))))
     values = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
         if dataclasses.is_dataclass(hints[key]):
-            values[key] = _build(hints[key], value, name)
+            values[key] = _build(hints[key], value, name, root)
         else:
             values[key] = _typed(hints[key], value, name)
     return cls(**values)
@@ -627,7 +657,7 @@ def _fill(section: Any, **values: Any) -> Any:
     return dataclasses.replace(section, **{k: v for k, v in values.items() if getattr(section, k) is None})
 
 
-def _inherited(config: TrainConfig) -> dict[str, Any]:
+def _inherited(config: RunConfig) -> dict[str, Any]:
     policy, engine, data = config.actor_rollout_ref, config.engine, config.data
     for key, chosen, name, ours in (
         ("actor.strategy", policy.actor.strategy, "engine.train", engine.train),
@@ -656,51 +686,38 @@ def _inherited(config: TrainConfig) -> dict[str, Any]:
         rollout=_fill(policy.rollout, name=engine.rollout, dtype=policy.model.dtype, **batching),
         ref=_fill(policy.ref, dtype=policy.model.dtype, **batching),
     )
-    names = [f.name for f in dataclasses.fields(CriticConfig) if hasattr(actor, f.name)]
-    critic = _fill(config.critic, **{name: getattr(actor, name) for name in names})
     data = _fill(data, gen_batch_size=data.train_batch_size)
-    return {"actor_rollout_ref": policy, "critic": critic, "data": data, "engine": engine}
+    return {"actor_rollout_ref": policy, "data": data, "engine": engine}
 
 
-def _validate(config: TrainConfig) -> None:
-    data, policy, algorithm, trainer = config.data, config.actor_rollout_ref, config.algorithm, config.trainer
-    actor, rollout, filtering = policy.actor, policy.rollout, algorithm.filter_groups
+def positive(section: str, holder: Any, *names: str) -> None:
+    """Refuse fields that are not above 0; ``null`` passes."""
+    for name in names:
+        value = getattr(holder, name)
+        if value is not None and value <= 0:
+            raise InputError("the value has to be positive", where=f"{section}.{name}", expected="> 0", found=value)
+
+
+def within(section: str, holder: Any, low: float, high: float, *names: str) -> None:
+    """Refuse fields outside low … high."""
+    for name in names:
+        if not low <= getattr(holder, name) <= high:
+            raise InputError(
+                "the value is out of range",
+                where=f"{section}.{name}",
+                expected=f"{low:g} … {high:g}",
+                found=getattr(holder, name),
+            )
+
+
+def _validate_run(config: RunConfig) -> None:
+    data, policy, trainer = config.data, config.actor_rollout_ref, config.trainer
+    actor, rollout = policy.actor, policy.rollout
     buffer = config.reward_model.overlong_buffer
-
-    def positive(section: str, holder: Any, *names: str) -> None:
-        for name in names:
-            value = getattr(holder, name)
-            if value is not None and value <= 0:
-                raise InputError("the value has to be positive", where=f"{section}.{name}", expected="> 0", found=value)
-
-    def within(section: str, holder: Any, low: float, high: float, *names: str) -> None:
-        for name in names:
-            if not low <= getattr(holder, name) <= high:
-                raise InputError(
-                    "the value is out of range",
-                    where=f"{section}.{name}",
-                    expected=f"{low:g} … {high:g}",
-                    found=getattr(holder, name),
-                )
-
     positive("data", data, "max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size")
     positive("trainer", trainer, "n_gpus_per_node", "nnodes", "total_epochs", "total_training_steps")
     positive("actor_rollout_ref.rollout", rollout, "n", "temperature", "top_p")
-    for section, holder in (("actor_rollout_ref.actor", actor), ("critic", config.critic)):
-        positive(section, holder, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")
-        positive(section, holder, "ppo_max_token_len_per_gpu")
-        positive(f"{section}.optim", holder.optim, "lr", "eps")
-        within(f"{section}.optim", holder.optim, 0.0, 1.0, "min_lr_ratio", "weight_decay")
-        if holder.optim.lr_warmup_steps < 0 or holder.grad_clip < 0:
-            raise InputError("warm-up and clipping are not negative", where=section)
-        if not all(0.0 <= beta < 1.0 for beta in holder.optim.betas):
-            raise InputError(
-                "the value is out of range",
-                where=f"{section}.optim.betas",
-                expected="0 ≤ β < 1",
-                found=holder.optim.betas,
-            )
-        _validate_batching(config, section, holder)
+    _validate_trained(config, "actor_rollout_ref.actor", actor)
     for section, holder in (("actor_rollout_ref.rollout", rollout), ("actor_rollout_ref.ref", policy.ref)):
         positive(section, holder, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu")
         if holder.log_prob_use_dynamic_bsz:
@@ -709,7 +726,6 @@ def _validate(config: TrainConfig) -> None:
     sizes = [f.name for f in dataclasses.fields(actor.megatron) if f.name.endswith("_size")]
     positive("actor_rollout_ref.actor.megatron", actor.megatron, *sizes)
     within("actor_rollout_ref.rollout", rollout, 0.0, 1.0, "top_p")
-    within("algorithm", algorithm, 0.0, 1.0, "gamma", "lam")
     if rollout.top_k == 0 or rollout.top_k < -1:
         raise InputError(
             "top_k keeps at least one token",
@@ -731,6 +747,36 @@ def _validate(config: TrainConfig) -> None:
             expected="> 1",
             found=actor.clip_ratio_c,
         )
+    if buffer.enable and not 0 < buffer.len <= data.max_response_length:
+        raise InputError(
+            "the overlong buffer lies inside the response",
+            where="reward_model.overlong_buffer.len",
+            expected=f"1 … data.max_response_length = {data.max_response_length}",
+            found=buffer.len,
+        )
+    if buffer.enable and config.reward_model.reward_manager != "dapo":
+        raise InputError(
+            "only the dapo reward manager applies the overlong buffer",
+            where="reward_model.reward_manager",
+            expected="dapo",
+            found=config.reward_model.reward_manager,
+        )
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        raise InputError(
+            "resume_mode=resume_path needs a checkpoint", where="trainer.resume_from_path", expected="a directory"
+        )
+    if trainer.save_freq < -1:
+        raise InputError(
+            "the value is out of range", where="trainer.save_freq", expected="-1, 0 or more", found=trainer.save_freq
+        )
+
+
+def _validate(config: TrainConfig) -> None:
+    """What the algorithms of :class:`TrainConfig` need beyond what every run does."""
+    data, rollout, algorithm, trainer = config.data, config.actor_rollout_ref.rollout, config.algorithm, config.trainer
+    filtering = algorithm.filter_groups
+    _validate_trained(config, "critic", config.critic)
+    within("algorithm", algorithm, 0.0, 1.0, "gamma", "lam")
     if algorithm.adv_estimator in ("grpo", "rloo") and rollout.n < 2:
         raise InputError(
             f"{algorithm.adv_estimator} compares the samples of a prompt with each other",
@@ -776,31 +822,27 @@ def _validate(config: TrainConfig) -> None:
             expected="0 (no limit) or more",
             found=filtering.max_num_gen_batches,
         )
-    if buffer.enable and not 0 < buffer.len <= data.max_response_length:
-        raise InputError(
-            "the overlong buffer lies inside the response",
-            where="reward_model.overlong_buffer.len",
-            expected=f"1 … data.max_response_length = {data.max_response_length}",
-            found=buffer.len,
-        )
-    if buffer.enable and config.reward_model.reward_manager != "dapo":
-        raise InputError(
-            "only the dapo reward manager applies the overlong buffer",
-            where="reward_model.reward_manager",
-            expected="dapo",
-            found=config.reward_model.reward_manager,
-        )
-    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
-        raise InputError(
-            "resume_mode=resume_path needs a checkpoint", where="trainer.resume_from_path", expected="a directory"
-        )
-    if trainer.save_freq < -1:
-        raise InputError(
-            "the value is out of range", where="trainer.save_freq", expected="-1, 0 or more", found=trainer.save_freq
-        )
 
 
-def _validate_batching(config: TrainConfig, section: str, holder: Any) -> None:
+def _validate_trained(config: RunConfig, section: str, holder: Any) -> None:
+    """Sizes and optimizer of something that is trained."""
+    positive(section, holder, "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")
+    positive(section, holder, "ppo_max_token_len_per_gpu")
+    positive(f"{section}.optim", holder.optim, "lr", "eps")
+    within(f"{section}.optim", holder.optim, 0.0, 1.0, "min_lr_ratio", "weight_decay")
+    if holder.optim.lr_warmup_steps < 0 or holder.grad_clip < 0:
+        raise InputError("warm-up and clipping are not negative", where=section)
+    if not all(0.0 <= beta < 1.0 for beta in holder.optim.betas):
+        raise InputError(
+            "the value is out of range",
+            where=f"{section}.optim.betas",
+            expected="0 ≤ β < 1",
+            found=holder.optim.betas,
+        )
+    _validate_batching(config, section, holder)
+
+
+def _validate_batching(config: RunConfig, section: str, holder: Any) -> None:
     data, dp_size, n = config.data, config.dp_size, config.actor_rollout_ref.rollout.n
     if data.train_batch_size % holder.ppo_mini_batch_size:
         raise InputError(
