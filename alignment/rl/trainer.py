@@ -2,59 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from alignment.backends.training import UpdateReport
 from alignment.errors import InputError
 from alignment.numerics.curve_run import CurveStep
 from alignment.numerics.random import portable_key, portable_permutation
-from alignment.rl import checkpoint
 from alignment.rl.advantages import compute_advantages
 from alignment.rl.aggregation import Counts
 from alignment.rl.batch import Batch
 from alignment.rl.batching import mini_batches
 from alignment.rl.config import DEVICE_ONLY_FIELDS, TrainConfig
-from alignment.rl.contracts import CONTRACTS, check, check_untouched
+from alignment.rl.contracts import CONTRACTS, check
 from alignment.rl.data import Prompt, PromptSampler, PromptSet, prompt_batch
+from alignment.rl.driver import Driver, Progress, Silence  # noqa: F401  (engines of other projects take it from here)
 from alignment.rl.executor import WorkerGroup
 from alignment.rl.filtering import DynamicSampling
 from alignment.rl.kl import KlController
-from alignment.rl.metrics import add_shares, batch_metrics, log_prob_gap, mean_over_updates, sampling_metrics
+from alignment.rl.metrics import (
+    add_shares,
+    batch_metrics,
+    log_prob_gap,
+    mean_over_updates,
+    sampling_metrics,
+)
 from alignment.rl.mock_rollout import RecordedRollouts
 from alignment.rl.tokenizer import Tokenizer
-from alignment.rl.tracking import Tracker
 
 GAP = "training/rollout_log_probs_abs_diff_mean"
 # A resumed run may go on for longer, and may save and log otherwise; everything else has to be what it was.
 FREE_ON_RESUME = DEVICE_ONLY_FIELDS | {"trainer.total_training_steps", "trainer.total_epochs"}
 
 
-class Progress(Protocol):
-    """What a command line needs to draw a running bar."""
-
-    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
-        """A stage begins."""
-
-    def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """A step has ended and its metrics are on disk."""
-
-
-class Silence:
-    """No progress."""
-
-    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
-        """Nothing."""
-
-    def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """Nothing."""
-
-
-class DapoTrainer:
+class DapoTrainer(Driver):
     """Trains a policy by DAPO, GRPO or PPO, whichever the configuration describes.
 
     Args:
@@ -82,10 +65,16 @@ class DapoTrainer:
         fingerprint: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.config, self.groups, self.tokenizer = config, groups, tokenizer
-        self.checkpoints, self.recorded, self.generates = checkpoints, recorded, generates
-        self.fingerprint = resume_fingerprint(config) if fingerprint is None else fingerprint
-        self.progress = progress or Silence()
+        super().__init__(
+            config,
+            groups=groups,
+            total_steps=total_steps(config, prompts),
+            checkpoints=checkpoints,
+            fingerprint=resume_fingerprint(config) if fingerprint is None else fingerprint,
+            generates=generates,
+            progress=progress,
+        )
+        self.tokenizer, self.recorded = tokenizer, recorded
         filtering, data = config.algorithm.filter_groups, config.data
         regenerates = filtering.enable and filtering.mode == "regenerate"
         self.sampler = PromptSampler(
@@ -94,34 +83,20 @@ class DapoTrainer:
             seed=data.seed,
             shuffle=data.shuffle,
         )
-        self.total_steps = total_steps(config, prompts)
-        self.step = 0
         control = config.algorithm.kl_ctrl
         self.kl = KlController(
             kind=control.type, kl_coef=control.kl_coef, target_kl=control.target_kl, horizon=control.horizon
         )
-        self.timings: dict[str, float] = {}
 
-    def fit(self, tracker: Tracker) -> None:
-        """Trains from the present step to the last one; every finished step goes to ``tracker``."""
-        if self.step < self.total_steps:
-            self._sync_weights()
-        while self.step < self.total_steps:
-            self.step += 1
-            self.timings = {}
-            with self._timed("step"):
-                metrics, groups = self._train_step()
-            tracker.log(self.step, metrics=metrics, groups=groups, timings=self.timings)
-            self._save_if_due()
-            self.progress.on_step(self.step, self.total_steps, metrics, self.timings)
+    def _before_first_step(self) -> None:
+        self._sync_weights()
 
-    def resume(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Continues from the checkpoint at ``path``, whose trainer state is ``state``."""
-        self.step = state["step"]
+    def _state(self) -> dict[str, Any]:
+        return {"data": self.sampler.state_dict(), "kl_coef": self.kl.value}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         self.kl.value = state["kl_coef"]
         self.sampler.load_state_dict(state["data"])
-        for group in self._distinct_groups():
-            group.call("load", directory=str(path.resolve()))
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -194,22 +169,6 @@ class DapoTrainer:
         }
         return batch.add(meta={"sample_key": keys}, info=facts)
 
-    def _stage(self, role: str, stage: str, batch: Batch, *, require: Sequence[str] = ()) -> Batch:
-        """Sends what the stage reads to its workers, checks the contract on both ends and takes over what it added."""
-        contract = CONTRACTS[stage]
-        meta = tuple(dict.fromkeys((*contract.meta_reads, *batch.meta)))
-        sent = batch.select([*contract.reads, *(m for m in meta if m in batch)])
-        check(stage, sent, moment="before")
-        with self._timed(stage):
-            answer = self.groups[role].call(stage, sent)
-        check_untouched(stage, sent, answer)
-        batch = batch.add(
-            {k: v for k, v in answer.tensors.items() if k not in sent},
-            {k: v for k, v in answer.meta.items() if k not in sent},
-        )
-        check(stage, batch, require=require)
-        return batch
-
     def _advantage(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         needed = ("old_log_probs", "ref_log_prob") if self.config.algorithm.use_kl_in_reward else ()
         check("advantage", batch, moment="before", require=needed + (("values",) if self.config.use_critic else ()))
@@ -242,37 +201,6 @@ class DapoTrainer:
                 by_rank = self.groups[role].call(stage, Batch.concat(minis), mini_batches=len(minis), counts=counts)
                 updates += [one_update(role, reports) for reports in zip(*by_rank, strict=True)]
         return mean_over_updates(updates)
-
-    def _sync_weights(self) -> None:
-        if self.generates:
-            with self._timed("weight_sync"):
-                self.groups["actor"].stream("export_weights", self.groups["rollout"], "load_weights")
-
-    # --- around the steps --------------------------------------------------------------------------------------------
-
-    def _save_if_due(self) -> None:
-        frequency, last = self.config.trainer.save_freq, self.step == self.total_steps
-        if not (frequency and last) and not (frequency > 0 and self.step % frequency == 0):
-            return
-        state = {"config": dict(self.fingerprint), "data": self.sampler.state_dict(), "kl_coef": self.kl.value}
-
-        def write(directory: Path) -> None:
-            for group in self._distinct_groups():
-                group.call("save", directory=str(directory.resolve()))
-
-        with self._timed("save"):
-            checkpoint.save(self.checkpoints, self.step, state=state, write=write)
-
-    def _distinct_groups(self) -> list[WorkerGroup]:
-        return list({id(g): g for g in self.groups.values()}.values())
-
-    @contextlib.contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        self.progress.on_stage(self.step, self.total_steps, stage)
-        start = time.perf_counter()
-        yield
-        self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
-
 
 def group_statistics(
     step: int, generated: Batch, sampling: DynamicSampling, metrics: Mapping[str, float]
