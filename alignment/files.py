@@ -61,5 +61,5 @@ def read_json(path: Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError("the file does not exist", where=path) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of the syntax, the encoding, a number's length, the nesting
         raise InputError(f"the file is truncated or not JSON ({error})", where=path) from None
