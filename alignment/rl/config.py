@@ -328,6 +328,8 @@ class EngineConfig:
     rollout: str = "golden"
 
 
+COLLECTOR_KEY = "ascend_precision_collector"
+
 DEVICE_ONLY_FIELDS = frozenset(
     {
         "trainer.device",
@@ -341,6 +343,7 @@ DEVICE_ONLY_FIELDS = frozenset(
         "actor_rollout_ref.rollout.skip.dump_dir",
         "actor_rollout_ref.model.path",
         "data.train_files",
+        COLLECTOR_KEY,
     }
 )
 """Fields that say where a run happens and not what it computes: :meth:`TrainConfig.config_hash` leaves them out.
@@ -368,8 +371,16 @@ class RunConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    ascend_precision_collector: str | None = None
+    """The YAML file of the precision collector (:mod:`alignment.capture.collector_config`), or None for none.
+
+    ``None`` and ``null`` as texts, as a command line passes them on, are none too. The key may carry the ``+`` with
+    which the collector's documentation adds it to a tree that lacks it.
+    """
 
     def __post_init__(self) -> None:
+        if str(self.ascend_precision_collector).strip().lower() in ("none", "null", "~", ""):
+            object.__setattr__(self, COLLECTOR_KEY, None)
         for name, value in self._inherited().items():
             object.__setattr__(self, name, value)
         self._validate()
@@ -387,6 +398,8 @@ class RunConfig:
         Raises:
             InputError: an unknown key (with the nearest known one), a wrong type, or values that do not fit.
         """
+        if f"+{COLLECTOR_KEY}" in data:
+            data = {k.removeprefix("+") if k == f"+{COLLECTOR_KEY}" else k: v for k, v in data.items()}
         return _build(cls, data, path="", root=cls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -539,6 +552,7 @@ def _override(tree: Mapping[str, Any], overrides: Sequence[str], root: type) -> 
     known = set(flatten(_plain_tree(root)))
     merged = OmegaConf.create(dict(tree))
     for text in overrides:
+        text = text.removeprefix("+") if text.startswith(f"+{COLLECTOR_KEY}=") else text
         key, equals, _ = text.partition("=")
         if not equals:
             raise InputError("an override is key=value", where=text, expected="a.b.c=value")
