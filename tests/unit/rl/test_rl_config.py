@@ -117,7 +117,7 @@ def test_inherited_fields():
     empty = {k for k, v in flat.items() if v is None}
     # The sizes of one engine mean something when they are not set.
     empty = {k for k in empty if not k.startswith("actor_rollout_ref.actor.megatron.")}
-    assert empty == {"trainer.total_training_steps", "trainer.resume_from_path"}
+    assert empty == {"trainer.total_training_steps", "trainer.resume_from_path", "ascend_precision_collector"}
 
 
 def test_engine_has_two_names():
