@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from alignment.errors import InputError
 from alignment.rl.batch import Batch
 from alignment.rl.batching import Partition, rank_shares, token_counts
+from alignment.rl.observers import observed
 from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
 
 ROLES = ("actor", "rollout", "reference", "reward", "critic")
@@ -75,13 +77,14 @@ class LocalGroup:
     def call(self, stage: str, batch: Batch | None = None, **arguments: Any) -> Any:
         """Runs the stage here. See :class:`WorkerGroup`."""
         method = getattr(self.worker, stage)
-        if dispatch_of(stage) is Dispatch.SPLIT:
-            return method(batch, **arguments)
-        return [method(batch, **arguments) if batch is not None else method(**arguments)]
+        run = partial(method, **arguments) if batch is None else partial(method, batch, **arguments)
+        answer = observed(self.worker, stage, batch, run)
+        return answer if dispatch_of(stage) is Dispatch.SPLIT else [answer]
 
     def stream(self, produce: str, to: WorkerGroup, consume: str) -> None:
         """From worker to worker, one tensor at a time. See :class:`WorkerGroup`."""
-        getattr(to.worker, consume)(getattr(self.worker, produce)())
+        stream = observed(self.worker, produce, None, getattr(self.worker, produce))
+        observed(to.worker, consume, None, partial(getattr(to.worker, consume), stream))
 
 
 class InProcessExecutor:

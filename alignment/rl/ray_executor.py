@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.batch import Batch
 from alignment.rl.executor import Placement, WorkerGroup, join, run_setup, shares
+from alignment.rl.observers import observed
 from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
 
 BUCKET_BYTES = 64 << 20
@@ -74,11 +76,13 @@ class Rank:
     def run(self, stage: str, batch: Batch | None, arguments: Mapping[str, Any]) -> Any:
         """Runs one stage."""
         method = getattr(self._worker, stage)
-        return method(**arguments) if batch is None else method(batch, **arguments)
+        run = partial(method, **arguments) if batch is None else partial(method, batch, **arguments)
+        return observed(self._worker, stage, batch, run)
 
     def pipe(self, produce: str, consume: str) -> None:
         """Streams from one stage of this worker into another, without a copy."""
-        getattr(self._worker, consume)(getattr(self._worker, produce)())
+        stream = observed(self._worker, produce, None, getattr(self._worker, produce))
+        observed(self._worker, consume, None, partial(getattr(self._worker, consume), stream))
 
     def produce(self, stage: str, keep: bool) -> list:
         """Puts the tensors that ``stage`` yields into the object store, in buckets, and answers with references.

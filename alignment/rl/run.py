@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +19,11 @@ from alignment.files import read_json, write_json
 from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun
 from alignment.numerics.random import portable_integers
 from alignment.rl import checkpoint
-from alignment.rl.config import DEVICE_ONLY_FIELDS, SkipConfig, TrainConfig
+from alignment.rl.config import COLLECTOR_KEY, DEVICE_ONLY_FIELDS, SkipConfig, TrainConfig
 from alignment.rl.data import PromptSet, from_parquet
 from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
 from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
+from alignment.rl.observers import ObserverSpec, named_object
 from alignment.rl.tokenizer import Tokenizer
 from alignment.rl.tracking import GROUPS, METRICS, Tracker, read_series
 from alignment.rl.trainer import DapoTrainer, Progress, resume_fingerprint, total_steps
@@ -68,6 +71,7 @@ def run_dapo(
     progress: Progress | None = None,
     worker_setup: str | None = None,
     weights: str | None = None,
+    observers: Sequence[ObserverSpec] = (),
 ) -> RunResult:
     """A whole training run in ``run_dir``.
 
@@ -82,6 +86,8 @@ def run_dapo(
         progress: told about stages and steps.
         worker_setup: ``module:function`` that every worker process calls first.
         weights: first weights from another checkpoint than ``model.path``.
+        observers: who watches the stages inside the workers, beside the precision collector that
+            ``ascend_precision_collector`` asks for.
 
     Raises:
         InputError: anything that cannot work, before a step is taken where it can be known.
@@ -104,8 +110,19 @@ def run_dapo(
     state = checkpoint.read_state(found, config=fingerprint) if found else None
     steps = total_steps(config, prompts)
     recorded = open_record(config, run_dir, model=model_hash, data=prompts.content_hash)
+    collector = open_collector(config, prompts)
+    if collector is not None:
+        observers = (*observers, *collector.observers)
+        recorded = collector.mock_rollouts or recorded
     generates = recorded is None or recorded.steps() < steps
-    setting = WorkerSetting(config=config, device=device, total_steps=steps, generates=generates, weights=weights)
+    setting = WorkerSetting(
+        config=config,
+        device=device,
+        total_steps=steps,
+        generates=generates,
+        weights=weights,
+        observers=tuple(observers),
+    )
     if isinstance(executor, str):
         executor = make_executor(executor, worker_setup=worker_setup)
     try:
@@ -139,6 +156,8 @@ def run_dapo(
         # From here on the directory belongs to this run; whatever could be refused has been.
         write_json(run_dir / CONFIG, config.to_dict())
         write_json(run_dir / RUN, {**identity, "workers": about})
+        if collector is not None:
+            collector.begin()
         board = "tensorboard" in config.trainer.logger
         with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
             trainer.fit(tracker)
@@ -292,6 +311,17 @@ def located(config: TrainConfig) -> TrainConfig:
     model = dataclasses.replace(policy.model, path=find(policy.model.path))
     data = dataclasses.replace(config.data, train_files=tuple(find(name) for name in config.data.train_files))
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(policy, model=model))
+
+
+def open_collector(config: TrainConfig, prompts: PromptSet) -> Any | None:
+    """The precision collector that ``ascend_precision_collector`` asks for, or None: then nothing of it is loaded.
+
+    Raises:
+        InputError: its file is missing, or its settings are unknown or contradict each other.
+    """
+    if config.ascend_precision_collector is None:
+        return None
+    return named_object("alignment.capture.collector:open_collector", where=COLLECTOR_KEY)(config, prompts)
 
 
 def open_record(config: TrainConfig, run_dir: Path, *, model: str, data: str) -> RecordedRollouts | None:

@@ -19,6 +19,7 @@ from alignment.errors import InputError
 from alignment.rl import checkpoint, stages
 from alignment.rl.batch import Batch
 from alignment.rl.config import ActorConfig, CriticConfig, TrainConfig
+from alignment.rl.observers import ObserverSpec, close_observers, make_observers
 
 TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "fsdp", "megatron"), ("golden", "vllm")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,6 +66,7 @@ class WorkerSetting:
         total_steps: training steps of the whole run, for schedules that end.
         generates: False where every rollout is recorded, so that no inference engine is built.
         weights: another checkpoint for the first weights than ``model.path`` (its tokenizer stays in use), or None.
+        observers: who watches the stages of every worker (:mod:`alignment.rl.observers`).
     """
 
     config: TrainConfig
@@ -72,6 +74,7 @@ class WorkerSetting:
     total_steps: int = 0
     generates: bool = True
     weights: str | None = None
+    observers: tuple[ObserverSpec, ...] = ()
 
 
 class Worker:
@@ -119,6 +122,7 @@ class Worker:
         self._training, self._asleep = True, False
         if self._takes_turns:
             self._put_to_sleep()
+        self.observers = make_observers(setting.observers, self)
 
     # --- the stages, in the order of a step ------------------------------------------------------------------------
 
@@ -237,6 +241,7 @@ class Worker:
 
     def close(self) -> None:
         """Leaves the process group and gives back what determinism changed."""
+        close_observers(self)
         self._open.close()
 
     # --- taking turns ----------------------------------------------------------------------------------------------
