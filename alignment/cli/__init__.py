@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from alignment.cli import audit, baseline, checkpoint, checks, environment, training
+from alignment.cli import audit, baseline, checkpoint, checks, environment, training, verl
 from alignment.errors import InputError
 from alignment.numerics.verdict import USAGE
 
@@ -16,6 +16,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.command("run")(checks.run)
 app.command("dapo")(training.dapo)
 app.command("rollout")(training.rollout)
+app.command("read-verl")(verl.read_verl)
 app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
 app.command("doctor")(environment.doctor)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from alignment.cli import verl
 from alignment.cli.options import (
     RUNS,
     ConfigOption,
@@ -33,7 +34,17 @@ def dapo(
     fault: FaultOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says."""
+    """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says; engine=verl runs the verl trainer."""
+    if verl.ENGINE in (overrides or ()):
+        verl.dapo_with_verl(
+            overrides,
+            config=config,
+            device=device,
+            run_dir=run_dir,
+            emulate_npu=emulate_npu,
+            fault=fault or (),
+            as_json=as_json,
+        )
     from alignment.baseline.runs import torch_name
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress

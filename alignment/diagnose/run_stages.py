@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from alignment.diagnose.noise import FALSE_ALARM
 from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.numerics.budget import ENVELOPE_FACTOR as FACTOR
@@ -54,6 +53,9 @@ METRICS_OF = {
 """What a run without batches says about a stage."""
 
 EXACT = ("actor/lr",)
+FALSE_ALARM = 1e-3
+"""Probability that a step of two equal distributions is called different for the tokens they drew."""
+
 GAPS = (
     ("training/rollout_log_probs_abs_diff_mean", "nats"),
     ("training/rollout_probs_diff_mean", "probability"),
