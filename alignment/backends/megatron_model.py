@@ -462,8 +462,11 @@ class DuplicatedLinear(nn.Module):
         """``x`` [s, b, in] to [s, b, out], and no bias."""
         return F.linear(x, self.weight), None
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict:
-        return {}
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
+        """The weight as megatron-core's distributed checkpoints take it: whole, the same on every rank."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets)
 
 
 class CausalCoreAttention(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.backends import megatron_state
+from alignment.backends import megatron_dist_checkpoint, megatron_state
 from alignment.backends.golden_training import require_finite
 from alignment.backends.megatron_groups import MegatronGroups, context_order, join_groups
 from alignment.backends.megatron_model import BuildSettings, build_chunks, engine_scope, installed_version, naming_of
@@ -38,6 +38,8 @@ class MegatronSettings:
         grad_reduce_in_fp32: sum gradients over micro batches and ranks in float32.
         optimizer: further fields of megatron-core's ``OptimizerConfig`` (``optimizer_cpu_offload``, …), as verl's
             ``override_optimizer_config``.
+        dist_checkpoint: take the first weights from this distributed checkpoint
+            (:mod:`alignment.backends.megatron_dist_checkpoint`) and not from the stream.
     """
 
     sizes: ParallelSizes = field(default_factory=ParallelSizes)
@@ -46,6 +48,7 @@ class MegatronSettings:
     grad_reduce_in_fp32: bool = True
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 1
+    dist_checkpoint: Path | None = None
 
 
 class MegatronTrainingEngine:
@@ -56,7 +59,8 @@ class MegatronTrainingEngine:
 
     Args:
         config: of the model.
-        weights: its tensors by Hugging Face name, as a stream; every rank reads it.
+        weights: its tensors by Hugging Face name, as a stream; every rank reads it. Not read where ``settings`` name a
+            distributed checkpoint.
         optimizer: None for a frozen model.
         outputs: what logits and next tokens give.
         device: where the model is.
@@ -97,10 +101,13 @@ class MegatronTrainingEngine:
             self.groups: MegatronGroups = join_groups(settings.sizes, device, seed=settings.seed)
             settings.sizes.check(config, world_size=self.groups.world_size)
             modules = build_chunks(config, settings.sizes, dtype=dtype, device=device, settings=settings.build)
+            self.modules: list[torch.nn.Module] = modules
             self._tensors = self._named_tensors(modules)
-            self._fill(weights)
+            if settings.dist_checkpoint is None:
+                self._fill(weights)
+            else:
+                megatron_dist_checkpoint.read(self, settings.dist_checkpoint)
             self.chunks, self._megatron_optimizer = self._trainable(modules)
-            self._modules = modules
 
     @classmethod
     def from_checkpoint(cls, directory: Path | str, **arguments: Any) -> MegatronTrainingEngine:
@@ -422,7 +429,7 @@ class MegatronTrainingEngine:
         """Moves weights, gradients and optimizer states to the host and gives the memory of the device back."""
         if self._resident:
             self._parked = megatron_state.park(
-                self._modules, self.chunks, self._megatron_optimizer, device_kind=self.device.kind
+                self.modules, self.chunks, self._megatron_optimizer, device_kind=self.device.kind
             )
             self._resident = False
             self.device.empty_cache()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from alignment.cli.options import JsonOption, console_on
+from alignment.cli.options import DeviceOption, JsonOption, console_on
 from alignment.errors import InputError
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Make a checkpoint that fits one machine or one dtype.")
@@ -27,6 +27,32 @@ def convert_fp8(source: Path, target: Path, as_json: JsonOption = False) -> None
     print(
         json.dumps(asdict(done)) if as_json else f"{target}: {done.dequantized} tensors converted, {done.copied} copied"
     )
+
+
+@checkpoint_app.command("to-dist")
+def write_dist_checkpoint(
+    source: Path,
+    target: Path,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16: that of the run that will load it.")] = "float32",
+    device: DeviceOption = "cpu",
+) -> None:
+    """A Hugging Face checkpoint as megatron-core's distributed one, for actor.megatron.use_dist_checkpointing."""
+    import torch
+
+    from alignment.backends import megatron_dist_checkpoint
+    from alignment.backends.megatron_training import MegatronTrainingEngine
+    from alignment.devices.base import get_device
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in dtypes:
+        raise InputError(
+            "megatron-core has no such dtype here", where="--dtype", expected=", ".join(dtypes), found=dtype
+        )
+    engine = MegatronTrainingEngine.from_checkpoint(
+        source, optimizer=None, outputs=lambda logits, following: {}, dtype=dtypes[dtype], device=get_device(device)
+    )
+    megatron_dist_checkpoint.write(engine, target)
+    print(f"{target}: written by megatron-core {engine.version} from {source}")
 
 
 @checkpoint_app.command("cut")

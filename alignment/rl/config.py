@@ -102,6 +102,8 @@ class MegatronConfig:
     """How ``engine.train=megatron`` spreads the policy over the ranks; ignored by other engines.
 
     Every rank has rows of its own, also where several hold one model: they exchange their rows and compute them together.
+    ``use_dist_checkpointing`` takes the first weights from ``dist_checkpointing_path`` (made offline by ``alignment
+    checkpoint to-dist``) instead of converting those of ``model.path`` on the way in.
     """
 
     tensor_model_parallel_size: int = 1
@@ -113,6 +115,8 @@ class MegatronConfig:
     use_distributed_optimizer: bool = True
     optimizer_cpu_offload: bool = False
     override_transformer_config: TransformerOverrides = field(default_factory=TransformerOverrides)
+    use_dist_checkpointing: bool = False
+    dist_checkpointing_path: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +348,7 @@ DEVICE_ONLY_FIELDS = frozenset(
         "actor_rollout_ref.model.path",
         "data.train_files",
         COLLECTOR_KEY,
+        "gkd.teacher_model",
     }
 )
 """Fields that say where a run happens and not what it computes: :meth:`TrainConfig.config_hash` leaves them out.

@@ -73,7 +73,21 @@ def megatron_settings(megatron: MegatronConfig, *, seed: int) -> MegatronSetting
         if megatron.optimizer_cpu_offload
         else {},
         seed=seed,
+        dist_checkpoint=_dist_checkpoint(megatron),
     )
+
+
+def _dist_checkpoint(megatron: MegatronConfig) -> Path | None:
+    if not megatron.use_dist_checkpointing:
+        return None
+    if not megatron.dist_checkpointing_path:
+        raise InputError(
+            "no distributed checkpoint is named",
+            where="actor_rollout_ref.actor.megatron.dist_checkpointing_path",
+            expected="a folder",
+            next_step="write one with alignment checkpoint to-dist",
+        )
+    return Path(megatron.dist_checkpointing_path)
 
 
 def token_outputs(logits: Tensor, following: Tensor, *, temperature: float) -> Outputs:

@@ -100,7 +100,10 @@ def replayed_rows_mask_sum() -> int:
 
 
 def megatron_engine(config, state, layout: dict, *, dtype=torch.float32, optimizer=True):
-    """``layout`` holds the sizes and, under other keys, switches of the build and of the optimizer."""
+    """``layout`` holds the sizes and, under other keys, switches of the build and of the optimizer.
+
+    Where it names a ``dist_checkpoint``, the weights come from there and ``state`` is not read.
+    """
     from alignment.backends.megatron_model import WAY_ROUNDS, BuildSettings, Recompute
     from alignment.backends.megatron_training import MegatronSettings, MegatronTrainingEngine
     from alignment.backends.training import OptimizerConfig
@@ -109,9 +112,10 @@ def megatron_engine(config, state, layout: dict, *, dtype=torch.float32, optimiz
 
     sizes = {f.name for f in dataclasses.fields(ParallelSizes)}
     recompute = {f.name for f in dataclasses.fields(Recompute)}
+    dist_checkpoint = layout.get("dist_checkpoint")
     return MegatronTrainingEngine(
         config,
-        weights=iter(state.items()),
+        weights=iter(() if dist_checkpoint else state.items()),
         optimizer=OptimizerConfig(lr=LEARNING_RATE) if optimizer else None,
         outputs=by_token,
         dtype=dtype,
@@ -125,6 +129,7 @@ def megatron_engine(config, state, layout: dict, *, dtype=torch.float32, optimiz
             ),
             use_distributed_optimizer=layout.get("use_distributed_optimizer", True),
             optimizer=layout.get("optimizer", {}),
+            dist_checkpoint=Path(dist_checkpoint) if dist_checkpoint else None,
         ),
     )
 

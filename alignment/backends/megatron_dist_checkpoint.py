@@ -1,0 +1,126 @@
+"""megatron-core's own distributed checkpoints: the offline way into the engine, beside the bridge of names.
+
+The bridge reshards by this package's map of Hugging Face names, the distributed checkpoint by megatron-core's
+``sharded_state_dict``: two independent ways to the same weights, so a run may change from one to the other as an
+ablation.
+
+megatron-core pickles the bookkeeping of these checkpoints (``.metadata``, ``common.pt``), and unpickling a stranger's
+file runs it. So only what :func:`write` has written is read back: it leaves the hashes of those files beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alignment.backends.megatron_model import engine_scope
+from alignment.errors import InputError
+from alignment.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from alignment.backends.megatron_training import MegatronTrainingEngine
+
+MARK = "alignment.json"
+_PICKLED = (".metadata", "common.pt")
+_WRITE_AGAIN = "write it with alignment checkpoint to-dist"
+
+
+def write(engine: MegatronTrainingEngine, directory: Path) -> None:
+    """The weights of ``engine`` as a distributed checkpoint in ``directory``; called on every rank.
+
+    Raises:
+        InputError: the directory exists and is not empty.
+    """
+    from megatron.core import dist_checkpointing
+
+    if engine.groups.rank == 0:
+        if directory.exists() and any(directory.iterdir()):
+            raise InputError("the folder is not empty", where=directory, next_step="name a new one")
+        directory.mkdir(parents=True, exist_ok=True)
+    engine.groups.barrier()
+    with engine_scope(engine.device):
+        dist_checkpointing.save(_sharded(engine), str(directory))
+    engine.groups.barrier()
+    if engine.groups.rank == 0:
+        mark = {"megatron_core": engine.version, "config": engine.config.to_hf(), "files": _hashes(directory)}
+        write_json(directory / MARK, mark)
+
+
+def read(engine: MegatronTrainingEngine, directory: Path) -> None:
+    """Fills ``engine``, whatever its layout, from a checkpoint that :func:`write` made; called on every rank.
+
+    Raises:
+        InputError: there is none, another program or another model made it, a file is damaged, or a tensor of the
+            engine is not in it.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    check(directory, engine.config.to_hf())
+    with engine_scope(engine.device):
+        try:
+            loaded = dist_checkpointing.load(_sharded(engine), str(directory))
+        except CheckpointingException as error:
+            raise InputError(
+                f"the distributed checkpoint does not fit this model ({error})", where=directory, next_step=_WRITE_AGAIN
+            ) from error
+        for number, module in enumerate(engine.modules):
+            missing, _ = module.load_state_dict(loaded[_chunk(number)], strict=False)
+            # Layers without state of their own (fused kernels' bookkeeping) have nothing to load.
+            lost = [name for name in missing if not name.endswith("_extra_state")]
+            if lost:
+                raise InputError(f"a tensor is missing: {lost[0]}", where=directory, next_step=_WRITE_AGAIN)
+
+
+def check(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuses what :func:`write` did not make, before anything in it is unpickled.
+
+    Raises:
+        InputError: as :func:`read`.
+    """
+    if not (directory / MARK).is_file():
+        raise InputError(
+            "not a distributed checkpoint of this package; others are pickles and are not read",
+            where=directory,
+            expected=MARK,
+            next_step=_WRITE_AGAIN,
+        )
+    mark = read_json(directory / MARK)
+    hashes = mark.get("files") or {}
+    for name in _PICKLED:
+        expected, found = hashes.get(name), _hash(directory / name)
+        if found is None or found != expected:
+            raise InputError(
+                "the file is not the one that was written",
+                where=directory / name,
+                expected=expected or "its hash",
+                found=found or "no file",
+                next_step=_WRITE_AGAIN,
+            )
+    made = mark.get("config") or {}
+    different = sorted(key for key in made.keys() | config.keys() if made.get(key) != config.get(key))
+    if different:
+        raise InputError(
+            "the distributed checkpoint is another model's",
+            where=directory / MARK,
+            expected=f"{different[0]} = {config.get(different[0])}",
+            found=made.get(different[0]),
+        )
+
+
+def _sharded(engine: MegatronTrainingEngine) -> dict[str, Any]:
+    return {_chunk(number): module.sharded_state_dict() for number, module in enumerate(engine.modules)}
+
+
+def _chunk(number: int) -> str:
+    return f"model{number}"
+
+
+def _hashes(directory: Path) -> dict[str, str | None]:
+    return {name: _hash(directory / name) for name in _PICKLED}
+
+
+def _hash(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
