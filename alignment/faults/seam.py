@@ -39,16 +39,21 @@ def wrapped(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    if name not in vars(owner):
+    inherited = isinstance(owner, type) and name not in vars(owner) and hasattr(owner, name)
+    if name not in vars(owner) and not inherited:
         raise InputError("there is no such seam", where=target, expected=f"an attribute of {module_name}", found=path)
-    original = vars(owner)[name]
+    # A method that a class of the product inherits from elsewhere is replaced in that class alone.
+    original = getattr(owner, name) if inherited else vars(owner)[name]
     replacement = _made(original, make)
     replaced.append(target)
     try:
         _rebind(owner, name, original, replacement)
         yield
     finally:
-        _rebind(owner, name, replacement, original)
+        if inherited:
+            delattr(owner, name)
+        else:
+            _rebind(owner, name, replacement, original)
         replaced.remove(target)
 
 
