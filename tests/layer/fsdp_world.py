@@ -62,15 +62,16 @@ class Recorded:
 
 
 class Golden:
-    """The float64 golden engine on all rows: logits, losses, norms, first gradients and final weights."""
+    """The float64 golden engine on all rows, from weights rounded to ``dtype``: logits, losses, norms, first gradients
+    and final weights."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
         from alignment.backends.golden_training import GoldenTrainingEngine
         from alignment.backends.training import OptimizerConfig
 
         config = preset(name)
         model = CausalLM(config, dtype=torch.float64)
-        model.load_state_dict(weights(config))
+        model.load_state_dict(weights(config, dtype))
         recorded = Recorded()
         engine = GoldenTrainingEngine(
             model, optimizer=OptimizerConfig(lr=LEARNING_RATE), outputs=recorded, device="cpu"
@@ -106,6 +107,11 @@ class Golden:
         """Largest difference over the largest logit."""
         worst = max(float((x.double() - y).abs().max()) for x, y in zip(found, self.logits, strict=True))
         return worst / max(float(y.abs().max()) for y in self.logits)
+
+    def mean_logits_error(self, found: list[torch.Tensor]) -> float:
+        """Mean difference over all logits: one token whose near-tied router flipped does not decide it."""
+        off = [(x.double() - y).abs() for x, y in zip(found, self.logits, strict=True)]
+        return float(sum(o.sum() for o in off)) / sum(o.numel() for o in off)
 
 
 def run_case(case: dict, rank: int, world_size: int) -> tuple[dict, dict]:
