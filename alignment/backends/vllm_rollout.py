@@ -721,6 +721,30 @@ class VllmRollout:
         place = self.device.torch_device
         return Probe(prefill=prefill.to(place), decode=decode.to(place))
 
+    def prompt_log_probs(self, prompts: list[list[int]], *, k: int, max_tokens: int = 1) -> list[list[Any]]:
+        """vLLM's ``prompt_logprobs`` for token ids, as plain values: per prompt None, then token id → logprob and rank.
+
+        Raw log-probs of the k most likely tokens and of the one that stands there, whatever the sampling settings; the
+        ``max_tokens`` tokens a request has to make are drawn greedily and thrown away.
+
+        Raises:
+            InputError: asleep, unsynced, or sequences beyond ``max_model_len``.
+        """
+        self._require_usable("prompt_log_probs")
+        self._check_length(max(map(len, prompts)) + max_tokens)
+        asked = {"temperature": 0.0, "max_tokens": max_tokens, "prompt_logprobs": k, "ignore_eos": True, "detokenize": False}
+        # A cached prefix would come back without log-probs.
+        self._llm.reset_prefix_cache()
+        before = self._call("logprobs_mode", "raw_logprobs")[0]
+        try:
+            outputs = self._run(prompts, [asked] * len(prompts))
+        finally:
+            self._call("logprobs_mode", before)
+        return [
+            [p and {int(t): {"logprob": said.logprob, "rank": said.rank} for t, said in p.items()} for p in o.prompt_logprobs]
+            for o in outputs
+        ]
+
     def _run(self, prompts: list[list[int]], settings: list[dict[str, Any]]) -> list[Any]:
         from vllm import SamplingParams as VllmSamplingParams
 

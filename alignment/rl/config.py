@@ -28,7 +28,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
 from alignment.errors import InputError, UnavailableError
 
@@ -348,7 +348,6 @@ DEVICE_ONLY_FIELDS = frozenset(
         "actor_rollout_ref.model.path",
         "data.train_files",
         COLLECTOR_KEY,
-        "gkd.teacher_model",
     }
 )
 """Fields that say where a run happens and not what it computes: :meth:`TrainConfig.config_hash` leaves them out.
@@ -356,7 +355,11 @@ DEVICE_ONLY_FIELDS = frozenset(
 The bytes behind ``model.path`` and ``data.train_files`` have hashes of their own (weights and data) in a baseline.
 """
 
-YOUNGER_FIELDS: Mapping[str, Any] = {"actor_rollout_ref.model.use_fused_kernels": False}
+YOUNGER_FIELDS: Mapping[str, Any] = {
+    "actor_rollout_ref.model.use_fused_kernels": False,
+    "actor_rollout_ref.actor.megatron.use_dist_checkpointing": False,
+    "actor_rollout_ref.actor.megatron.dist_checkpointing_path": "",
+}
 """Fields younger than the first stored baselines, with the value under which a run computes what it did before them.
 
 Fingerprints leave them out at that value, so that what was recorded then still answers to the same name.
@@ -367,9 +370,13 @@ Fingerprints leave them out at that value, so that what was recorded then still 
 class RunConfig:
     """What every pipeline's configuration has: after construction no inherited field is ``null``.
 
+    ``presets`` is the folder of those that come with the package.
+
     Raises:
         InputError: values that do not fit together, naming the field.
     """
+
+    presets: ClassVar[Path] = Path(__file__).parent / "presets"
 
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
@@ -391,10 +398,10 @@ class RunConfig:
         self._validate()
 
     def _inherited(self) -> dict[str, Any]:
-        return _inherited(self)
+        return inherited_fields(self)
 
     def _validate(self) -> None:
-        _validate_run(self)
+        validate_run(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -451,13 +458,13 @@ class TrainConfig(RunConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
     def _inherited(self) -> dict[str, Any]:
-        common = _inherited(self)
+        common = inherited_fields(self)
         actor = common["actor_rollout_ref"].actor
         names = [f.name for f in dataclasses.fields(CriticConfig) if hasattr(actor, f.name)]
-        return {**common, "critic": _fill(self.critic, **{name: getattr(actor, name) for name in names})}
+        return {**common, "critic": filled(self.critic, **{name: getattr(actor, name) for name in names})}
 
     def _validate(self) -> None:
-        _validate_run(self)
+        validate_run(self)
         _validate(self)
 
     @property
@@ -479,9 +486,9 @@ class TrainConfig(RunConfig):
         return "unpaired" if filtering.enable and filtering.mode == "regenerate" else "paired"
 
 
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets that come with the package."""
-    return tuple(sorted(p.stem for p in _PRESETS.glob("*.yaml")))
+def preset_names(kind: type[RunConfig] | None = None) -> tuple[str, ...]:
+    """Names of the presets that come with the package for a pipeline, DAPO's by default."""
+    return tuple(sorted(p.stem for p in (kind or TrainConfig).presets.glob("*.yaml")))
 
 
 def load_config(
@@ -499,9 +506,9 @@ def load_config(
         InputError: unknown preset or key (with the nearest known one), malformed file or override, wrong type.
         UnavailableError: there are overrides or interpolations (``${…}``) and OmegaConf is not installed.
     """
-    tree = _read_yaml(source) if source is not None else {}
-    interpolates = any(isinstance(v, str) and "${" in v for v in flatten(tree).values())
     root = kind or TrainConfig
+    tree = _read_yaml(source, root) if source is not None else {}
+    interpolates = any(isinstance(v, str) and "${" in v for v in flatten(tree).values())
     return root.from_dict(_override(tree, overrides, root) if overrides or interpolates else tree)
 
 
@@ -514,21 +521,18 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-_PRESETS = Path(__file__).parent / "presets"
-
-
-def _read_yaml(source: str | Path) -> Mapping[str, Any]:
+def _read_yaml(source: str | Path, root: type[RunConfig]) -> Mapping[str, Any]:
     import yaml
 
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
-        path = _PRESETS / f"{source}.yaml"
-        if str(source) not in preset_names():
-            near = difflib.get_close_matches(str(source), preset_names(), n=1)
+        path, names = root.presets / f"{source}.yaml", preset_names(root)
+        if str(source) not in names:
+            near = difflib.get_close_matches(str(source), names, n=1)
             raise InputError(
                 "there is no such preset",
                 where=str(source),
-                expected=f"a .yaml file or one of {', '.join(preset_names())}",
+                expected=f"a .yaml file or one of {', '.join(names)}",
                 next_step=f"did you mean {near[0]}?" if near else None,
             )
     try:
@@ -671,12 +675,17 @@ def _plain_tree(cls: type) -> dict[str, Any]:
     return {k: _plain_tree(t) if dataclasses.is_dataclass(t) else None for k, t in hints.items()}
 
 
-def _fill(section: Any, **values: Any) -> Any:
+def filled(section: Any, **values: Any) -> Any:
     """`section` with the given values where it has None."""
     return dataclasses.replace(section, **{k: v for k, v in values.items() if getattr(section, k) is None})
 
 
-def _inherited(config: RunConfig) -> dict[str, Any]:
+def inherited_fields(config: RunConfig) -> dict[str, Any]:
+    """The sections every run has, with ``null`` replaced where a field inherits.
+
+    Raises:
+        InputError: two names of one choice that differ.
+    """
     policy, engine, data = config.actor_rollout_ref, config.engine, config.data
     for key, chosen, name, ours in (
         ("actor.strategy", policy.actor.strategy, "engine.train", engine.train),
@@ -687,7 +696,7 @@ def _inherited(config: RunConfig) -> dict[str, Any]:
                 f"{name} and actor_rollout_ref.{key} name different engines", where=name, expected=chosen, found=ours
             )
     engine = EngineConfig(train=policy.actor.strategy or engine.train, rollout=policy.rollout.name or engine.rollout)
-    actor = _fill(
+    actor = filled(
         policy.actor,
         strategy=engine.train,
         clip_ratio_low=policy.actor.clip_ratio,
@@ -702,10 +711,10 @@ def _inherited(config: RunConfig) -> dict[str, Any]:
     policy = dataclasses.replace(
         policy,
         actor=actor,
-        rollout=_fill(policy.rollout, name=engine.rollout, dtype=policy.model.dtype, **batching),
-        ref=_fill(policy.ref, dtype=policy.model.dtype, **batching),
+        rollout=filled(policy.rollout, name=engine.rollout, dtype=policy.model.dtype, **batching),
+        ref=filled(policy.ref, dtype=policy.model.dtype, **batching),
     )
-    data = _fill(data, gen_batch_size=data.train_batch_size)
+    data = filled(data, gen_batch_size=data.train_batch_size)
     return {"actor_rollout_ref": policy, "data": data, "engine": engine}
 
 
@@ -729,7 +738,8 @@ def within(section: str, holder: Any, low: float, high: float, *names: str) -> N
             )
 
 
-def _validate_run(config: RunConfig) -> None:
+def validate_run(config: RunConfig) -> None:
+    """Refuse what no pipeline can work with, naming the field."""
     data, policy, trainer = config.data, config.actor_rollout_ref, config.trainer
     actor, rollout = policy.actor, policy.rollout
     buffer = config.reward_model.overlong_buffer

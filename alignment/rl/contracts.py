@@ -15,6 +15,11 @@ Conventions, for b samples, p prompt and r response tokens, s = p + r:
 * a sample's scalar reward sits on its last response token, and nowhere else: it is the list entry ``score``, plus
   ``overlong_reward`` where that list exists;
 * the n samples of a prompt share its ``uid`` and its prompt bytes; after the rollout they are adjacent.
+
+Distillation carries whole sequences of s tokens, right padded. ``labels`` holds the token where it counts and −100
+elsewhere, unshifted. The teacher may see another view (``teacher_input_ids`` … [b,t]); what it says comes back in the
+student's frame, at the positions that *predict* the active tokens: ``teacher_topk_log_probs`` [b,s,k], −inf where there
+is nothing, and ``teacher_token_log_probs`` [b,s], 0 elsewhere.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from alignment.errors import InputError
 from alignment.rl.batch import Batch
+from alignment.rl.distill_loss import IGNORED, active_positions, require_same_active, shift_labels
 
 TOKEN = (torch.int64,)
 MASK = (torch.bool, torch.int64)
@@ -83,6 +89,15 @@ FIELDS: dict[str, Field] = {
         Field(name="token_level_rewards", axes=("b", "r"), dtypes=FLOAT),
         Field(name="advantages", axes=("b", "r"), dtypes=FLOAT),
         Field(name="returns", axes=("b", "r"), dtypes=FLOAT),
+        Field(name="labels", axes=("b", "s"), dtypes=TOKEN),
+        Field(name="dataset_response", axes=("b",), dtypes=MASK),
+        Field(name="teacher_input_ids", axes=("b", "t"), dtypes=TOKEN),
+        Field(name="teacher_attention_mask", axes=("b", "t"), dtypes=MASK),
+        Field(name="teacher_position_ids", axes=("b", "t"), dtypes=TOKEN),
+        Field(name="teacher_labels", axes=("b", "t"), dtypes=TOKEN),
+        Field(name="teacher_topk_log_probs", axes=("b", "s", "k"), dtypes=FLOAT),
+        Field(name="teacher_topk_indices", axes=("b", "s", "k"), dtypes=TOKEN),
+        Field(name="teacher_token_log_probs", axes=("b", "s"), dtypes=FLOAT),
     )
 }
 
@@ -95,6 +110,11 @@ _SEQUENCE_RULES = (
     "positions",
     "concatenation",
 )
+
+_VIEW = ("input_ids", "attention_mask", "position_ids", "labels")
+_TEACHER_VIEW = tuple(f"teacher_{name}" for name in _VIEW)
+_TABLES = ("teacher_topk_log_probs", "teacher_topk_indices")
+_VIEW_RULES = ("binary_masks", "right_padded", "positions", "labels", "same_active")
 
 CONTRACTS: dict[str, Contract] = {
     c.stage: c
@@ -156,6 +176,21 @@ CONTRACTS: dict[str, Contract] = {
             reads=_SEQUENCE + ("old_log_probs", "advantages"),
             optional=("ref_log_prob", "rollout_log_probs", "returns"),
             before=_SEQUENCE_RULES + ("finite", "log_probs", "zero_on_padding"),
+        ),
+        Contract(
+            stage="teacher_log_prob",
+            reads=_VIEW,
+            adds=("teacher_token_log_probs",),
+            optional=_TEACHER_VIEW,
+            may_add=_TABLES,
+            before=_VIEW_RULES,
+            rules=_VIEW_RULES + ("teacher_log_probs", "teacher_tables"),
+        ),
+        Contract(
+            stage="update_student",
+            reads=_VIEW + ("dataset_response", "teacher_token_log_probs"),
+            optional=_TABLES,
+            before=_VIEW_RULES + ("teacher_log_probs", "teacher_tables"),
         ),
     )
 }
@@ -298,6 +333,9 @@ def _check_shapes(view: _View) -> None:
                 source.setdefault(axis, name)
     if "p" in sizes and "r" in sizes:
         sizes["s"] = sizes["p"] + sizes["r"]
+    elif (whole := next((n for n in view.names if n in FIELDS and FIELDS[n].axes == ("b", "s")), None)) is not None:
+        if view[whole].ndim == 2:
+            sizes["s"] = view[whole].shape[1]
     for name in view.names:
         if name not in FIELDS:
             raise InputError("there is no such batch field", where=f"{view.stage}, {name}", expected=sorted(FIELDS))
@@ -321,7 +359,7 @@ def _check_shapes(view: _View) -> None:
 
 
 def _binary_masks(view: _View) -> None:
-    for name in ("prompt_mask", "attention_mask", "response_mask"):
+    for name in ("prompt_mask", "attention_mask", "response_mask", "teacher_attention_mask", "dataset_response"):
         if view.has(name) and view[name].dtype != torch.bool:
             view.fail("a mask holds 0 and 1 only", name, (view[name] != 0) & (view[name] != 1), expected="0 or 1")
 
@@ -373,10 +411,13 @@ def _one_attention_mask(view: _View) -> None:
 
 
 def _positions(view: _View) -> None:
-    mask = view.mask("attention_mask")
-    expected = (mask.long().cumsum(1) - 1).clamp(min=0)
-    wrong = mask & (view["position_ids"] != expected)
-    view.fail("a token has the wrong position", "position_ids", wrong, expected=lambda i, j: int(expected[i, j]))
+    for prefix in ("", "teacher_"):
+        if not view.has(f"{prefix}attention_mask", f"{prefix}position_ids"):
+            continue
+        mask, name = view.mask(f"{prefix}attention_mask"), f"{prefix}position_ids"
+        expected = (mask.long().cumsum(1) - 1).clamp(min=0)
+        wrong = mask & (view[name] != expected)
+        view.fail("a token has the wrong position", name, wrong, expected=lambda i, j, e=expected: int(e[i, j]))
 
 
 def _concatenation(view: _View) -> None:
@@ -436,6 +477,78 @@ def _zero_on_padding(view: _View) -> None:
     for name in ("token_level_scores", "token_level_rewards", "advantages", "returns"):
         if view.has(name):
             view.fail("padding carries a value", name, padding & (view[name] != 0), expected=0)
+
+
+def _right_padded(view: _View) -> None:
+    for name in ("attention_mask", "teacher_attention_mask"):
+        if view.has(name):
+            rise = ~view.mask(name)[:, :-1] & view.mask(name)[:, 1:]
+            view.fail("the sequence is not right padded", name, rise, expected="ones, then zeros")
+
+
+def _labels(view: _View) -> None:
+    for prefix in ("", "teacher_"):
+        name = f"{prefix}labels"
+        if not view.has(name):
+            continue
+        counts, ids = view[name] != IGNORED, view[f"{prefix}input_ids"]
+        outside = counts & ~view.mask(f"{prefix}attention_mask")
+        view.fail("padding counts in the loss", name, outside, expected=IGNORED)
+        first = torch.zeros_like(counts)
+        first[:, 0] = counts[:, 0]
+        view.fail("the first token counts, and nothing predicts it", name, first, expected=IGNORED)
+        other = counts & (view[name] != ids)
+        problem = "a label is not the token that stands there (labels are not shifted)"
+        view.fail(problem, name, other, expected=lambda i, j, ids=ids: int(ids[i, j]))
+
+
+def _same_active(view: _View) -> None:
+    if view.has("labels", "teacher_labels"):
+        require_same_active(view["labels"], view["teacher_labels"], view.batch.meta.get("uid"))
+
+
+def _teacher_log_probs(view: _View) -> None:
+    if view.has("teacher_token_log_probs"):
+        name, active = "teacher_token_log_probs", active_positions(view["labels"])
+        view.fail("a log-prob is not finite", name, ~torch.isfinite(view[name]), expected="a finite number")
+        view.fail("a log-prob is positive", name, view[name] > 0, expected="at most 0")
+        view.fail("a position that does not count carries a value", name, ~active & (view[name] != 0), expected=0)
+
+
+def _teacher_tables(view: _View) -> None:
+    if not view.has("teacher_topk_log_probs"):
+        return
+    name, values, ids = "teacher_topk_log_probs", view["teacher_topk_log_probs"], view["teacher_topk_indices"]
+    bad = torch.isnan(values).any(-1) | (values > 0).any(-1)
+    view.fail("a table holds what is no log-prob", name, bad, expected="−inf … 0")
+    mass = values.double().exp().sum(-1)
+    # A log-prob is a difference of logits, so it is off by their rounding; a probability then by as much, relatively.
+    room = 1.0 + torch.finfo(values.dtype).eps * LARGEST_LOGIT
+    view.fail("the probabilities of a row add up to more than 1", name, mass > room, expected="at most 1")
+    rising = (values[..., 1:] > values[..., :-1]).any(-1)
+    view.fail("a row is not sorted, most likely first", name, rising, expected="falling log-probs, then −inf")
+    blank = torch.isneginf(values)
+    # Open slots get ids nobody has, so that they are never taken for a repeated token.
+    distinct = torch.where(blank, -1 - torch.arange(values.shape[-1], device=ids.device), ids).sort(-1).values
+    repeated = (distinct[..., 1:] == distinct[..., :-1]).any(-1)
+    view.fail("a row names a token twice", "teacher_topk_indices", repeated, expected="every token once")
+    elsewhere = ~active_positions(view["labels"]) & ~blank.all(-1)
+    view.fail("a position that does not count has a table", name, elsewhere, expected="−inf")
+    here = active_positions(view["labels"])
+    label = shift_labels(view["labels"]).unsqueeze(-1)
+    listed = (ids == label) & ~blank
+    said = values.masked_fill(~listed, 0.0).sum(-1)
+    # Both are the teacher's log-prob of the same token, and were rounded once.
+    gap = (said - view["teacher_token_log_probs"]).abs() if view.has("teacher_token_log_probs") else said * 0
+    limit = torch.finfo(values.dtype).eps * LARGEST_LOGIT
+    problem = "the table and the teacher's log-prob disagree about the token that stands there"
+    view.fail(
+        problem,
+        name,
+        here & listed.any(-1) & (gap > limit),
+        expected=lambda i, j: float(view["teacher_token_log_probs"][i, j]),
+        found=lambda i, j: float(said[i, j]),
+    )
 
 
 def _groups(view: _View) -> None:
@@ -503,6 +616,11 @@ _RULES: dict[str, Callable[[_View], None]] = {
     "entropies": _entropies,
     "reward_on_last_token": _reward_on_last_token,
     "zero_on_padding": _zero_on_padding,
+    "right_padded": _right_padded,
+    "labels": _labels,
+    "same_active": _same_active,
+    "teacher_log_probs": _teacher_log_probs,
+    "teacher_tables": _teacher_tables,
     "groups": _groups,
     "groups_adjacent": _groups_adjacent,
 }

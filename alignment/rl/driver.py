@@ -109,7 +109,8 @@ class Driver:
         """Sends what the stage reads to its workers, checks the contract on both ends and takes over what it added."""
         contract = CONTRACTS[stage]
         meta = tuple(dict.fromkeys((*contract.meta_reads, *batch.meta)))
-        sent = batch.select([*contract.reads, *(m for m in meta if m in batch)])
+        also = (f for f in (*contract.optional, *meta) if f in batch)
+        sent = batch.select([*contract.reads, *also])
         check(stage, sent, moment="before")
         with self._timed(stage):
             answer = self.groups[role].call(stage, sent)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from alignment.backends.golden_training import GoldenTrainingEngine
-from alignment.backends.training import OptimizerConfig
+from alignment.backends.golden_training import GoldenTrainingEngine, require_finite
+from alignment.backends.training import MicroBatch, OptimizerConfig
 from alignment.errors import InputError
 from alignment.numerics.random import portable_normal
 
@@ -113,6 +113,17 @@ class LoraTrainingEngine(GoldenTrainingEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face name and tensor of every weight, the adapter merged."""
         yield from self.model.merged_state()
+
+    def forward_base(self, micro_batches: Sequence[MicroBatch], outputs: Any, *, stage: str) -> list[dict[str, Tensor]]:
+        """As ``forward``, with the adapter disabled and outputs of one's own."""
+        self._require_resident(stage)
+        answers = []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                made = outputs(self.model.base, self._to_device(micro_batch))
+                answers.append({name: tensor.cpu() for name, tensor in made.items()})
+                require_finite(answers[-1], micro_batch, stage=stage)
+        return answers
 
 
 def _targets(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,9 @@ from alignment.backends.training import LossFunction, MicroBatch, Outputs, Train
 from alignment.rl.aggregation import Counts, masked_mean
 from alignment.rl.batch import Batch
 from alignment.rl.batching import Partition, micro_batches, token_counts
-from alignment.rl.config import ActorConfig, CriticConfig, RefConfig, RolloutConfig, TrainConfig
+from alignment.rl.config import ActorConfig, CriticConfig, RefConfig, RolloutConfig, RunConfig, TrainConfig
+from alignment.rl.gkd_config import GkdConfig
+from alignment.rl.gkd_stages import outputs_of_student
 from alignment.rl.log_prob import log_probs_and_entropy, response_logits
 from alignment.rl.losses import ActorLoss, CriticLoss
 from alignment.rl.scoring import score_responses
@@ -40,8 +42,12 @@ def policy_outputs(model: nn.Module, micro_batch: MicroBatch, *, temperature: fl
     return {"log_probs": log_probs, "entropy": entropy}
 
 
-def outputs_of_policy(config: TrainConfig) -> Callable[[nn.Module, MicroBatch], Outputs]:
-    """How the policy's model answers a micro batch under ``config``: from logits, or straight from hidden states."""
+def outputs_of_policy(config: RunConfig) -> Callable[[nn.Module, MicroBatch], Outputs]:
+    """How the policy's model answers a micro batch under ``config``: from logits, straight from hidden states, or as
+    teacher and student of a distillation.
+    """
+    if isinstance(config, GkdConfig):
+        return outputs_of_student(config)
     policy = config.actor_rollout_ref
     if policy.model.use_fused_kernels:
         from alignment.rl.fused_head import fused_policy_outputs
@@ -50,7 +56,7 @@ def outputs_of_policy(config: TrainConfig) -> Callable[[nn.Module, MicroBatch], 
     return partial(policy_outputs, temperature=policy.rollout.temperature)
 
 
-def generate(engine: RolloutEngine, batch: Batch, config: TrainConfig) -> Batch:
+def generate(engine: RolloutEngine, batch: Batch, config: RunConfig) -> Batch:
     """The rollout stage: one response per row. The draws of a row follow from its ``sample_key`` and the run's seed."""
     rollout = config.actor_rollout_ref.rollout
     params = SamplingParams(

@@ -18,7 +18,10 @@ from alignment.devices.base import Device, get_device
 from alignment.errors import InputError
 from alignment.rl import checkpoint, stages
 from alignment.rl.batch import Batch
-from alignment.rl.config import ActorConfig, CriticConfig, TrainConfig
+from alignment.rl.config import ActorConfig, CriticConfig, RunConfig
+from alignment.rl.distill_loss import DistillCounts
+from alignment.rl.gkd_config import GkdConfig
+from alignment.rl.gkd_stages import StudentUpdate, TeacherCache, ask_teacher, update_student
 from alignment.rl.observers import ObserverSpec, close_observers, make_observers
 
 TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "fsdp", "megatron"), ("golden", "vllm")
@@ -69,7 +72,7 @@ class WorkerSetting:
         observers: who watches the stages of every worker (:mod:`alignment.rl.observers`).
     """
 
-    config: TrainConfig
+    config: RunConfig
     device: str = "cpu"
     total_steps: int = 0
     generates: bool = True
@@ -85,7 +88,7 @@ class Worker:
 
     Args:
         setting: the run.
-        roles: of actor, rollout, reference, reward, critic.
+        roles: of actor, rollout, reference, reward, critic; teacher is a replica that is asked as an inference server.
         rank, world_size: place among the data parallel ranks of the group.
         rendezvous: where rank 0 listens; None for one rank.
     """
@@ -115,7 +118,12 @@ class Worker:
         self.critic = self._build_critic() if "critic" in roles else None
         self.engine = self._build_rollout() if "rollout" in roles and setting.generates else None
         self.scorer = stages.Scorer(self.config) if "reward" in roles else None
+        self.teacher = self._build_teacher() if "actor" in roles and isinstance(self.config, GkdConfig) else None
+        self.replica = self._build_replica() if "teacher" in roles else None
+        self._teacher_cache = TeacherCache()
         self._trains = [e for e in (self.actor, self.reference, self.critic) if e is not None]
+        if self.teacher is not None and not self.config.gkd.offload_teacher_model and hasattr(self.teacher, "engine"):
+            self._trains.append(self.teacher.engine)
         self._takes_turns = (
             self.engine is not None and bool(self._trains) and self.config.actor_rollout_ref.rollout.free_cache_engine
         )
@@ -189,6 +197,25 @@ class Worker:
             stage="update_actor",
             loss=partial(stages.actor_loss, self.config),
         )
+
+    # --- the stages of distillation ----------------------------------------------------------------------------------
+
+    @dispatched(Dispatch.SPLIT)
+    def teacher_log_prob(self, batch: Batch) -> Batch:
+        """What the teacher says about every active token; whole distributions stay here until the update takes them."""
+        self._turn_to_training()
+        return ask_teacher(self.teacher.score, batch, self.config, self._teacher_cache)
+
+    @dispatched(Dispatch.SHARE)
+    def update_student(self, batch: Batch, counts: DistillCounts) -> StudentUpdate:
+        """One optimizer step of the student towards the teacher."""
+        self._turn_to_training()
+        return update_student(self.actor, batch, counts, self.config, self._teacher_cache)
+
+    @dispatched(Dispatch.EVERY)
+    def prompt_log_probs(self, sequences: list[list[int]], k: int) -> list:
+        """A replica's answer: per sequence the k most likely tokens at every position."""
+        return self.replica.prompt_log_probs(sequences, k)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -265,8 +292,22 @@ class Worker:
 
     # --- building --------------------------------------------------------------------------------------------------
 
+    def _build_teacher(self):
+        from alignment.rl.teacher import worker_teacher
+
+        return worker_teacher(self.config, self.actor, device=self.device)
+
+    def _build_replica(self):
+        from alignment.rl.teacher_replicas import replica_of
+
+        replica = replica_of(self.config, device=self.device)
+        self._open.callback(getattr(replica, "close", lambda: None))
+        return replica
+
     def _build_actor(self):
         policy = self.config.actor_rollout_ref
+        if isinstance(self.config, GkdConfig) and self.config.gkd.lora.rank:
+            return self._lora_engine(self._optimizer(policy.actor), DTYPES[policy.model.dtype])
         return self._policy_engine(self._optimizer(policy.actor), policy.model.dtype)
 
     def _build_reference(self):
@@ -297,6 +338,22 @@ class Worker:
             device=self.device.torch_device,
             outputs=stages.outputs_of_policy(self.config),
             ranks=self.ranks if optimizer else None,
+        )
+
+    def _lora_engine(self, optimizer: OptimizerConfig, dtype: torch.dtype):
+        from alignment.rl.lora import LoraSettings, LoraTrainingEngine
+
+        lora = self.config.gkd.lora
+        return LoraTrainingEngine.from_checkpoint(
+            self._checkpoint,
+            optimizer=optimizer,
+            dtype=dtype,
+            device=self.device.torch_device,
+            outputs=stages.outputs_of_policy(self.config),
+            ranks=self.ranks,
+            settings=LoraSettings(
+                rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=self.config.gkd.seed
+            ),
         )
 
     def _build_critic(self):

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from alignment.rl.batch import Batch
+from alignment.rl.distill_loss import active_positions, shift_labels
+from alignment.rl.gkd_data import Encoder, GkdSample, collate
 
 EOS, PAD, VOCAB = 1, 0, 23
 
@@ -80,6 +82,36 @@ def build_batch(
             "acc": score,
         },
         {"n": n, "eos_token_id": EOS, "pad_token_id": PAD},
+    )
+
+
+def build_distill_batch(*, k: int = 3, opsd: bool = False, seed: int = 0) -> Batch:
+    """Two samples as the stages of distillation see them, the first with a longer response; under OPSD the teacher's
+    prompts are one token longer.
+    """
+    rng = philox(seed)
+    samples = [
+        GkdSample(
+            sample_id=f"u{i}",
+            prompt_ids=tuple(rng.integers(2, VOCAB, p).tolist()),
+            response_ids=(*rng.integers(2, VOCAB, r - 1).tolist(), EOS),
+            response_mask=(True,) * r,
+            teacher_prompt_ids=tuple(rng.integers(2, VOCAB, p + 1).tolist()) if opsd else None,
+        )
+        for i, (p, r) in enumerate([(2, 4), (3, 2)])
+    ]
+    batch = collate(samples, Encoder(max_length=16), dp_size=1, pad_token_id=PAD)
+    active = active_positions(batch["labels"])
+    logits = torch.from_numpy(rng.standard_normal((*active.shape, VOCAB)))
+    log_probs = torch.log_softmax(logits, -1)
+    values, indices = log_probs.topk(k)
+    labels = shift_labels(batch["labels"]).clamp(min=0).unsqueeze(-1)
+    return batch.add(
+        {
+            "teacher_token_log_probs": log_probs.gather(-1, labels).squeeze(-1) * active,
+            "teacher_topk_log_probs": values.masked_fill(~active.unsqueeze(-1), float("-inf")),
+            "teacher_topk_indices": indices * active.unsqueeze(-1),
+        }
     )
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from rl_cases import build_distill_batch
 
 from alignment.errors import InputError
 from alignment.rl.contracts import CONTRACTS, FIELDS, STAGES, check, check_untouched
@@ -16,6 +17,10 @@ def changed(batch, name, edit):
     value = batch[name].clone() if name in batch.tensors else list(batch[name])
     edit(value)
     return batch.add({name: value}) if name in batch.tensors else batch.add(meta={name: value})
+
+
+def valid(make_batch, stage):
+    return build_distill_batch() if stage in ("teacher_log_prob", "update_student") else make_batch()
 
 
 def put(place, value):
@@ -35,6 +40,8 @@ def test_stages_in_the_order_of_a_step():
         "advantage",
         "update_critic",
         "update_actor",
+        "teacher_log_prob",
+        "update_student",
     )
 
 
@@ -46,7 +53,7 @@ def test_the_table_names_known_fields_only():
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_valid_batch_passes(make_batch, stage, moment):
-    check(stage, make_batch(), moment=moment)
+    check(stage, valid(make_batch, stage), moment=moment)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -55,10 +62,10 @@ def test_each_field_of_each_stage_is_needed(make_batch, stage):
     for name in contract.reads + contract.adds + contract.meta_reads + contract.meta_adds:
         role = "reads" if name in contract.reads + contract.meta_reads else "adds"
         with pytest.raises(InputError, match=f"{stage}, {name}: the batch lacks a field that the stage {role}"):
-            check(stage, make_batch().drop([name]))
+            check(stage, valid(make_batch, stage).drop([name]))
     for name in contract.adds + contract.meta_adds:
         if name not in contract.reads + contract.meta_reads:
-            check(stage, make_batch().drop([name]), moment="before")
+            check(stage, valid(make_batch, stage).drop([name]), moment="before")
 
 
 VIOLATIONS = {
@@ -248,7 +255,7 @@ def test_violation_is_named(make_batch, case):
 @pytest.mark.parametrize("stage", STAGES)
 def test_shape_and_dtype_of_every_field(make_batch, stage):
     contract = CONTRACTS[stage]
-    batch = make_batch()
+    batch = valid(make_batch, stage)
     for name in contract.reads + contract.adds:
         axes = "×".join(FIELDS[name].axes)
         with pytest.raises(InputError, match=f"{stage}, {name}: the field has the wrong shape; expected {axes} = "):
