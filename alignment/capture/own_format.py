@@ -8,7 +8,8 @@
     <dir>/step<S>/<stage>/rank<R>.json        the rows, column by column
 
 The ``.json`` of a rank is written last: its presence says that this stage is finished on this rank, and whatever lies
-beside it without one is left over from a run that was killed.
+beside it without one is left over from a run that was killed. A stage that runs again in the same step (another round of
+generation) and what the driver adds to it are further pieces, ``rank<R>.<piece>.json``; a reader sees one list of rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ PART_BYTES = 256 << 20
 """Tensors go to disk in parts of about this size while the step runs, so that memory stays bounded."""
 
 _STAGE = re.compile(r"[A-Za-z0-9_.-]{1,80}")
-_STEP_DIR, _RANK_FILE = re.compile(r"step(\d{1,12})"), re.compile(r"rank(\d{1,9})\.json")
+_PIECE = re.compile(r"[a-z0-9]{0,20}")
+_STEP_DIR = re.compile(r"step([0-9]{1,12})")
+_RANK_FILE = re.compile(r"rank([0-9]{1,9})(?:\.([a-z0-9]{1,20}))?\.json")
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
@@ -102,6 +105,7 @@ def write_rows(
     rank: int,
     columns: RowColumns,
     *,
+    piece: str = "",
     statistics: np.ndarray,
     sketches: np.ndarray,
     key_groups: Sequence[Sequence[str]] = (),
@@ -112,6 +116,7 @@ def write_rows(
 
     Args:
         columns: the rows.
+        piece: small letters and digits; empty for the first one.
         statistics: float64 [n, 7] in the order of :data:`STATISTIC_COLUMNS`.
         sketches: float32 [m, size].
         key_groups: content hashes that rows point at.
@@ -126,7 +131,8 @@ def write_rows(
         "statistics": np.ascontiguousarray(statistics, "<f8").reshape(-1, len(STATISTIC_COLUMNS)),
         "sketches": np.ascontiguousarray(sketches, "<f4"),
     }
-    data = directory / f"rank{rank}.safetensors"
+    name_of_files = _file_stem(rank, piece)
+    data = directory / f"{name_of_files}.safetensors"
     _write_tensors(data, {name: (("F64", "F32")[name == "sketches"], a.shape, a) for name, a in arrays.items()})
     document: dict[str, Any] = {
         "format": FORMAT, "version": VERSION, "step": step, "stage": stage, "rank": rank, "rows": len(columns),
@@ -136,21 +142,28 @@ def write_rows(
     for name in _COLUMNS:
         values = getattr(columns, name)
         document["columns"][name] = _encoded(values) if name in _CODED else values
-    path = directory / f"rank{rank}.json"
+    path = directory / f"{name_of_files}.json"
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
     return path
 
 
 def write_part(
-    root: Path, step: int, stage: str, rank: int, part: int, tensors: Mapping[str, tuple[str, Sequence[int], Any]]
+    root: Path,
+    step: int,
+    stage: str,
+    rank: int,
+    part: int,
+    tensors: Mapping[str, tuple[str, Sequence[int], Any]],
+    *,
+    piece: str = "",
 ) -> str:
     """Writes tensors, (dtype as torch names it, shape, contiguous little-endian buffer) by name.
 
     Returns:
         The name of the file.
     """
-    path = stage_directory(root, step, stage) / f"rank{rank}-{part:05d}.safetensors"
+    path = stage_directory(root, step, stage) / f"{_file_stem(rank, piece)}-{part:05d}.safetensors"
     _write_tensors(path, {n: (stored_dtype(d), s, b) for n, (d, s, b) in tensors.items()})
     return path.name
 
@@ -175,6 +188,12 @@ def stage_directory(root: Path, step: int, stage: str) -> Path:
     if not _STAGE.fullmatch(stage) or set(stage) == {"."}:
         raise InputError("this cannot be the name of a stage", where="stage", expected="letters, digits, _ . -", found=stage)
     return Path(root) / f"step{step}" / stage
+
+
+def _file_stem(rank: int, piece: str) -> str:
+    if not _PIECE.fullmatch(piece):
+        raise InputError("this cannot be the name of a piece", where="piece", expected="a–z, 0–9", found=piece)
+    return f"rank{rank}.{piece}" if piece else f"rank{rank}"
 
 
 def is_capture(root: Path) -> bool:
@@ -229,14 +248,28 @@ class OwnCapture:
 
     def rows(self, step: int, stage: str, rank: int) -> Iterator[TensorRow]:
         """The rows of one rank. See :class:`~alignment.capture.record.CaptureReader`."""
-        path = stage_directory(self.root, step, stage) / f"rank{rank}.json"
-        return _Rows(path, step=step, stage=stage, rank=rank).iterate()
+        directory = stage_directory(self.root, step, stage)
+        pieces = [piece for found, piece in self._pieces(directory) if found == rank]
+        if not pieces:
+            raise InputError("the rank has no rows", where=directory, expected=f"{_file_stem(rank, '')}.json")
+        offset = 0
+        for piece in pieces:
+            rows = _Rows(directory / f"{_file_stem(rank, piece)}.json", step=step, stage=stage, rank=rank)
+            # Pieces were written one after the other, each counting from 0.
+            yield from rows.iterate(offset)
+            offset += rows.count
+
+    @classmethod
+    def _ranks(cls, directory: Path) -> list[int]:
+        return sorted({rank for rank, _ in cls._pieces(directory)})
 
     @staticmethod
-    def _ranks(directory: Path) -> list[int]:
+    def _pieces(directory: Path) -> list[tuple[int, str]]:
+        """(rank, piece) of every finished file: numbered pieces in order, then the named ones."""
         if not directory.is_dir():
             return []
-        return sorted(int(m[1]) for p in directory.iterdir() if (m := _RANK_FILE.fullmatch(p.name)))
+        found = [(int(m[1]), m[2] or "") for p in directory.iterdir() if (m := _RANK_FILE.fullmatch(p.name))]
+        return sorted(found, key=lambda f: (f[0], not f[1].isdigit() and f[1] != "", int(f[1]) if f[1].isdigit() else -1, f[1]))
 
 
 class _Rows:
@@ -264,7 +297,7 @@ class _Rows:
         self._open: dict[str, dict[str, StoredTensor]] = {}
         self._arrays: dict[str, np.ndarray] = {}
 
-    def iterate(self) -> Iterator[TensorRow]:
+    def iterate(self, offset: int = 0) -> Iterator[TensorRow]:
         statistics = self._array("statistics", "F64", (None, len(STATISTIC_COLUMNS)))
         listed = statistics.tolist()
         sketches = self._array("sketches", "F32", (None, None))
@@ -293,7 +326,7 @@ class _Rows:
                 call=columns["call"][i],
                 role=columns["role"][i],
                 path=columns["path"][i],
-                order=columns["order"][i],
+                order=columns["order"][i] + offset,
                 parent=columns["parent"][i],
                 dtype=columns["dtype"][i],
                 shape=shape,
@@ -387,7 +420,7 @@ class _Rows:
         return tuple(value)
 
     def _file_name(self, value: Any, place: str) -> str:
-        if not isinstance(value, str) or not re.fullmatch(r"rank[0-9]+(-[0-9]+)?\.safetensors", value):
+        if not isinstance(value, str) or not re.fullmatch(r"rank[0-9]+(\.[a-z0-9]+)?(-[0-9]+)?\.safetensors", value):
             raise self._damaged(place, "the name of a file beside this one", value)
         return value
 

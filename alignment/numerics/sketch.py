@@ -12,15 +12,15 @@ order:
    head) meets every bucket alike unless it is a multiple of P, which no layout of a model is; and two elements of a
    sparse difference fall into one bucket with probability 1/P instead of 1/m. What is left in a bucket is kept apart by
    random signs.
-2. **A rotation** of every m consecutive buckets by an orthonormal Hadamard matrix, and random signs over the 16 results
-   that are added: s = Σ_k D_k·H·z_k (Ailon and Chazelle, STOC 2006). A difference of very few elements is spread over
-   all m numbers, so it is estimated like any other.
+2. **A rotation** of every m consecutive buckets by an orthonormal Hadamard matrix H between random signs, and the sum of
+   the 16 results: s = Σ_k D'_k·H·D_k·z_k (Ailon and Chazelle, STOC 2006). A difference of very few elements is spread
+   over all m numbers, so it is estimated like any other.
 
 The square of the norm is unbiased over the signs and varies by at most (2/m + 2/P + 2/P)·‖d‖⁴ whatever the difference d, so
 the estimated norm has a relative standard deviation of about 1/√(2m): 2.2 % for m = 1024. Four of those are 9 %.
 
-σ(i) = w(j)·T[o(j) + i mod 4P] with j = ⌊i / 4P⌋: T and w are bits of an integer hash of their index, and o(j) = j·g mod P
-shifts the table for every group of 4P elements, so a table that fits a processor's cache serves a tensor of any size.
+σ(i) = w(j)·T[o(j) + i mod 8P] with j = ⌊i / 8P⌋: T and w are bits of an integer hash of their index, and o(j) = j·g mod P
+shifts the table for every group of 8P elements, so a table that fits a processor's cache serves a tensor of any size.
 
 Everything but the sums is integer arithmetic, the same on every machine; the sums are float32 or better.
 """
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 SKETCH_SIZE = 1024
 SKETCH_SEED = 0
-_ROWS = 4
+LARGEST = 1e30
+"""Larger elements (the fill of a mask, say) count as this, so that sums of float32 stay finite."""
+_ROWS = 8
 _SPREAD = 16
 _FOLD = 64
 """Groups that are added in float32 before the sum moves to float64: rounding stays far below 1e-6 of the sum."""
@@ -84,7 +87,8 @@ class _Tables:
     step: int
     seed: int
     signs: np.ndarray
-    mixing: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
     left: np.ndarray
     right: np.ndarray
 
@@ -99,7 +103,7 @@ class _Tables:
 
     def flips(self, group: int) -> bool:
         """Whether the signs of a whole group are turned."""
-        return bool(_hash(np.array([group & 0xFFFFFFFF]), self.seed, 3)[0] >> 31)
+        return _flips(self.seed, group >> 12)[group & 0xFFF]
 
 
 @functools.lru_cache(maxsize=8)
@@ -112,17 +116,23 @@ def _tables(size: int, seed: int) -> _Tables:
     # The golden section spreads the offsets of neighbouring groups; any step is coprime to a prime.
     step = round(prime * 0.6180339887498949)
     signs = _signs(_hash(np.arange((_ROWS + 1) * prime), seed, 1))
-    mixing = _signs(_hash(np.arange(_SPREAD * size), seed, 2)).reshape(_SPREAD, size)
+    before, after = _signs(_hash(np.arange(2 * _SPREAD * size), seed, 2)).reshape(2, _SPREAD, size)
     bits = size.bit_length() - 1
     left, right = _hadamard(1 << bits // 2), _hadamard(1 << (bits - bits // 2))
     scale = np.float32(1 / math.sqrt(size))
-    return _Tables(size, prime, step, seed, signs, mixing * scale, left, right)
+    return _Tables(size, prime, step, seed, signs, before, after * scale, left, right)
+
+
+@functools.lru_cache(maxsize=64)
+def _flips(seed: int, block: int) -> list[bool]:
+    """The turns of 4096 groups."""
+    return (_hash(np.arange(block << 12, (block + 1) << 12), seed, 3) >> np.uint64(31)).astype(bool).tolist()
 
 
 def sketch_array(
     x: np.ndarray, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED, place: Place | None = None
 ) -> np.ndarray:
-    """The sketch of ``x``: float32 [size]. Elements that are not finite count as 0.
+    """The sketch of ``x``: float32 [size]. Elements that are not finite count as 0, those beyond ±1e30 as ±1e30.
 
     Args:
         x: any shape and any real dtype; read in row-major order, as float32.
@@ -141,6 +151,7 @@ def sketch_array(
         finite = np.isfinite(piece)
         if not finite.all():
             piece = np.where(finite, piece, np.float32(0))
+        piece = np.clip(piece, np.float32(-LARGEST), np.float32(LARGEST))
         signed = piece * tables.signs[tables.offset(group) : tables.offset(group) + len(piece)]
         if tables.flips(group):
             signed = -signed
@@ -149,8 +160,9 @@ def sketch_array(
         total[: len(signed) - whole] += signed[whole:]
     spread = np.zeros(_SPREAD * size, np.float32)
     spread[: tables.prime] = total
-    mixed = tables.left @ spread.reshape(_SPREAD, len(tables.left), len(tables.right)) @ tables.right
-    return (mixed.reshape(_SPREAD, size) * tables.mixing).sum(0, dtype=np.float32)
+    blocks = (spread.reshape(_SPREAD, size) * tables.before).reshape(_SPREAD, len(tables.left), len(tables.right))
+    rotated = (tables.left @ blocks @ tables.right).reshape(_SPREAD, size)
+    return (rotated * tables.after).sum(0, dtype=np.float32)
 
 
 def sketch_tensor(
@@ -164,39 +176,112 @@ def sketch_tensor(
 def bucket_sums(
     x: torch.Tensor, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED, place: Place | None = None
 ) -> torch.Tensor:
-    """The first half of a sketch: float32 [16·size] sums, additive over shards. Elements must be finite."""
+    """The first half of a sketch: float32 [16·size] sums, additive over shards. Elements that are not finite count as 0
+    and those beyond ±1e30 as ±1e30."""
     import torch
 
-    tables = _tables(size, seed)
-    signs = _signs_on(size, seed, str(x.device))
     flat = x.detach().reshape(-1)
-    prime, spread = tables.prime, torch.zeros(_SPREAD * size, dtype=torch.float32, device=x.device)
-    total = spread[:prime]
-    high = None
-    for count, (group, piece) in enumerate(_pieces(flat, place, tables, flat.new_zeros), 1):
-        offset, n = tables.offset(group), len(piece)
-        if piece.dtype != torch.float32:
-            piece = piece.float()
-        signed = piece * signs[offset : offset + n]
-        whole = n // prime * prime
+    buckets = Buckets(size=size, seed=seed, device=x.device)
+    sums = buckets.zeros()
+    fill = buckets.filling(sums)
+    for group, piece in buckets.pieces(flat, place):
+        fill.add(group, bounded(piece.float()))
+    fill.finish()
+    return sums
+
+
+def bounded(piece: torch.Tensor) -> torch.Tensor:
+    """Float32 elements as a sketch takes them: 0 for what is not finite, ±1e30 for what lies beyond."""
+    import torch
+
+    if piece.device.type == "cpu" and len(piece):
+        # A look costs a tenth of a copy; on an accelerator it would stop the queue.
+        low, high = torch.aminmax(piece)
+        if -LARGEST <= low.item() and high.item() <= LARGEST:
+            return piece
+    return torch.where(piece.isfinite(), piece.clamp(-LARGEST, LARGEST), 0.0)
+
+
+class Buckets:
+    """The signed bucket sums of a sketch on one device, for those who have the elements in hand piece by piece."""
+
+    def __init__(self, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED, device: torch.device | str = "cpu") -> None:
+        self.tables = _tables(size, seed)
+        self.size, self.seed, self.device = size, seed, str(device)
+        self.signs, self.ones = _signs_on(size, seed, self.device)
+        self.group = self.tables.group
+        self.scratch: torch.Tensor | None = None
+
+    def zeros(self, *lead: int) -> torch.Tensor:
+        """Empty sums, float32 [*lead, 16·size]."""
+        import torch
+
+        return torch.zeros(*lead, _SPREAD * self.size, dtype=torch.float32, device=self.device)
+
+    def pieces(self, flat: torch.Tensor, place: Place | None) -> Iterator[tuple[int, torch.Tensor]]:
+        """(group, elements) of a flat tensor at its place; each piece begins where its group does."""
+        return _pieces(flat, place, self.tables, flat.new_zeros)
+
+    def filling(self, sums: torch.Tensor) -> Filling:
+        """What adds pieces into ``sums``, which are zero."""
+        return Filling(self, sums)
+
+    def mix(self, sums: torch.Tensor) -> torch.Tensor:
+        """The second half of the sketches: [..., 16·size] to [..., size]."""
+        return mix(sums, size=self.size, seed=self.seed)
+
+
+class Filling:
+    """One tensor on its way into its sums."""
+
+    def __init__(self, buckets: Buckets, sums: torch.Tensor) -> None:
+        self.buckets, self._total = buckets, sums[: buckets.tables.prime]
+        self._high: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, group: int, piece: torch.Tensor) -> None:
+        """Adds float32 elements, the first ones of a group."""
+        import torch
+
+        buckets, tables, total = self.buckets, self.buckets.tables, self._total
+        offset, n, prime = tables.offset(group), len(piece), tables.prime
+        signs = buckets.signs[offset : offset + n]
         alpha = -1 if tables.flips(group) else 1
-        if whole:
-            total.add_(signed[:whole].view(-1, prime).sum(0), alpha=alpha)
+        self._count += 1
+        if n <= prime:
+            total[:n].addcmul_(piece, signs, value=alpha)
+            return
+        if buckets.scratch is None:
+            # Signed elements are added while they are in the cache, from one scratch for all tensors.
+            buckets.scratch = torch.empty(tables.group, dtype=torch.float32, device=buckets.device)
+        product = torch.mul(piece, signs, out=buckets.scratch[:n])
+        whole = n // prime * prime
+        rows = product[:whole].view(-1, prime)
+        if buckets.device == "cpu":
+            # A matrix-vector product adds fastest here; on an accelerator it may round its input.
+            total.addmv_(rows.t(), buckets.ones[: len(rows)], alpha=alpha)
+        else:
+            total.add_(rows.sum(0), alpha=alpha)
         if n > whole:
-            total[: n - whole].add_(signed[whole:], alpha=alpha)
-        if count % _FOLD == 0:
-            high = total.double() if high is None else high.add_(total)
+            total[: n - whole].add_(product[whole:], alpha=alpha)
+        if self._count % _FOLD == 0:
+            self._high = total.double() if self._high is None else self._high.add_(total)
             total.zero_()
-    if high is not None:
-        total.copy_(high.add_(total))
-    return spread
+
+    def finish(self) -> None:
+        """Completes the sums."""
+        if self._high is not None:
+            self._total.copy_(self._high.add_(self._total))
+            self._high = None
 
 
 def mix(sums: torch.Tensor, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED) -> torch.Tensor:
     """The second half of a sketch: [..., 16·size] bucket sums to [..., size]."""
-    left, right, mixing = _mixing_on(size, seed, str(sums.device))
-    mixed = left @ sums.view(*sums.shape[:-1], _SPREAD, len(left), len(right)) @ right
-    return (mixed.view(*sums.shape[:-1], _SPREAD, size) * mixing).sum(-2)
+    before, after, left, right = _mixing_on(size, seed, str(sums.device))
+    lead = sums.shape[:-1]
+    blocks = (sums.view(*lead, _SPREAD, size) * before).view(*lead, _SPREAD, len(left), len(right))
+    rotated = (left @ blocks @ right).view(*lead, _SPREAD, size)
+    return rotated.mul_(after).sum(-2)
 
 
 def _pieces(flat, place: Place | None, tables: _Tables, zeros):
@@ -246,18 +331,18 @@ def _pieces(flat, place: Place | None, tables: _Tables, zeros):
 
 
 @functools.lru_cache(maxsize=16)
-def _signs_on(size: int, seed: int, device: str) -> torch.Tensor:
+def _signs_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    return torch.from_numpy(_tables(size, seed).signs).to(device)
+    return torch.from_numpy(_tables(size, seed).signs).to(device), torch.ones(_ROWS, device=device)
 
 
 @functools.lru_cache(maxsize=16)
-def _mixing_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _mixing_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, ...]:
     import torch
 
     tables = _tables(size, seed)
-    return tuple(torch.from_numpy(t).to(device) for t in (tables.left, tables.right, tables.mixing))
+    return tuple(torch.from_numpy(t).to(device) for t in (tables.before, tables.after, tables.left, tables.right))
 
 
 def _hash(index: np.ndarray, seed: int, stream: int) -> np.ndarray:

@@ -1,0 +1,393 @@
+"""Hooks on modules: what goes in, what comes out, and the gradients of both, without touching what is computed.
+
+Gradients are read from the graph and not through wrappers around inputs. A wrapper would add up the gradients of a
+tensor with several uses in another order, and the training would no longer be the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.capture.leaves import call_leaves, output_leaves
+from alignment.capture.reduction import Reduced
+from alignment.capture.samples import samples_of_call
+from alignment.capture.shards import activation_shard, local_tensor, parameter_shard
+from alignment.capture.stage import StageRecord
+
+
+@dataclass(frozen=True)
+class HookedModule:
+    """What is known of a module before it runs."""
+
+    name: str
+    class_name: str
+    parent: str
+    module: nn.Module = field(repr=False, compare=False)
+
+
+@dataclass
+class _Frame:
+    """One call of a module that has begun."""
+
+    hooked: HookedModule
+    call: int
+    records: bool
+    inputs: list[tuple[str, Tensor, Reduced | None]]
+    targets: list[tuple[str, Tensor, Any, int]]
+    sequence: int
+
+
+class ModuleHooks:
+    """The hooks of one stage on one model.
+
+    Args:
+        model: whose modules are hooked.
+        prefix: goes in front of every name, with a dot.
+        record: takes the rows.
+        backward, parameters, parameter_gradients: what else to record.
+        takes: which names are captured.
+        tokens: first and last call of the model that is captured, in generation; None for every call.
+        samples: whether to hash the samples of every call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        record: StageRecord,
+        prefix: str = "",
+        backward: bool = True,
+        parameters: bool = True,
+        parameter_gradients: bool = True,
+        takes: Callable[[str], bool] = lambda name: True,
+        tokens: tuple[int, int] | None = None,
+        samples: bool = True,
+        modules: bool = True,
+    ) -> None:
+        self.model, self.record, self.prefix = model, record, prefix
+        self.backward, self.parameters, self.parameter_gradients = backward, parameters, parameter_gradients
+        self.takes, self.tokens, self.samples, self.modules = takes, tokens, samples, modules
+        self._handles: list[Any] = []
+        self._graph_handles: list[Any] = []
+        self._stack: list[_Frame] = []
+        self._open_sums: dict[tuple, _Contribution] = {}
+        self._recomputed: dict[str, int] = {}
+        self._model_calls = 0
+        self._taken = True
+        self._seen_parameters: set[int] = set()
+        self.spans: list[int] = []
+        """Where in the order of the graph's nodes another module begins to run; :attr:`owners` has its name."""
+        self.owners: list[str] = []
+
+    def attach(self) -> None:
+        """Registers the hooks."""
+        containers = (nn.ModuleList, nn.ModuleDict)
+        modules = dict(self.model.named_modules())
+        for name, module in modules.items():
+            if isinstance(module, containers):
+                continue
+            whole = ".".join(filter(None, (self.prefix, name)))
+            root = module is self.model
+            if not root and not self.takes(whole):
+                continue
+            hooked = HookedModule(whole, type(module).__name__, self._parent(name, modules), module)
+            taken = self.takes(whole)
+            self._handles.append(
+                module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
+            )
+            self._handles.append(module.register_forward_hook(self._after(hooked, taken, root), with_kwargs=True))
+            if self.parameter_gradients and self.backward and taken:
+                for local, parameter in module._parameters.items():
+                    if parameter is not None and parameter.requires_grad and id(parameter) not in self._seen_parameters:
+                        self._seen_parameters.add(id(parameter))
+                        self._hook_parameter(hooked, local, parameter)
+        self._seen_parameters.clear()
+
+    def detach(self) -> None:
+        """Removes the hooks, those in the graph included, and completes what is open."""
+        for handle in self._handles:
+            handle.remove()
+        for handle in self._graph_handles:
+            handle.remove()
+        self._handles.clear()
+        self._graph_handles.clear()
+        for contribution in list(self._open_sums.values()):
+            contribution.complete()
+        self._open_sums.clear()
+        self._stack.clear()
+
+    def owner_of(self, sequence: int) -> str:
+        """The module that was running when node number ``sequence`` of the graph was made."""
+        place = bisect_right(self.spans, sequence) - 1
+        return self.owners[place] if place >= 0 else ""
+
+    def _span(self) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.spans.append(torch.autograd._get_sequence_nr())
+            self.owners.append(self._stack[-1].hooked.name if self._stack else "")
+
+    @property
+    def innermost(self) -> HookedModule | None:
+        """The module that is running."""
+        return self._stack[-1].hooked if self._stack else None
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def _before(self, hooked: HookedModule, taken: bool, root: bool) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            record = self.record
+            if not record.active:
+                return
+            with record.own_work():
+                recomputing = torch._C._current_graph_task_id() != -1
+                if root and not recomputing:
+                    self._stack.clear()
+                    call = self._model_calls
+                    self._model_calls += 1
+                    self._taken = self.tokens is None or self.tokens[0] <= call <= self.tokens[1]
+                    if self.samples and self._taken:
+                        found = samples_of_call(args, kwargs)
+                        # A decoding step has one token per sample; its samples are those of the prompt's pass.
+                        if found is None or (self.tokens is not None and found.shape[1] == 1):
+                            previous = record.samples
+                            same = previous is not None and found is not None and len(previous.keys) == found.shape[0]
+                            found = _decoding(previous, found) if same else None
+                        record.set_samples(found)
+                if not self._taken:
+                    return
+                if recomputing:
+                    # Activation checkpointing runs the forward pass again: its rows are there already.
+                    back = self._recomputed.get(hooked.name, 0)
+                    self._recomputed[hooked.name] = back + 1
+                    call = max(0, record.calls_of(hooked.name) - 1 - back)
+                else:
+                    self._recomputed.clear()
+                    call = record.next_call(hooked.name)
+                records = taken and self.modules and not recomputing
+                graph = self.backward and taken and self.modules and torch.is_grad_enabled()
+                found_inputs = call_leaves(args, kwargs) if records or graph else []
+                inputs = [
+                    (path, t, self._reduce(hooked, "input", path, t) if records else None) for path, t in found_inputs
+                ]
+                targets = []
+                if graph:
+                    for path, t in found_inputs:
+                        if t.requires_grad:
+                            node, number = _edge(t)
+                            targets.append((path, t, node, number))
+                sequence = torch.autograd._get_sequence_nr() if targets else 0
+                self._stack.append(_Frame(hooked, call, records, inputs, targets, sequence))
+                self._span()
+
+        return hook
+
+    def _after(self, hooked: HookedModule, taken: bool, root: bool) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            record = self.record
+            if not record.active or not self._taken:
+                return
+            while self._stack and self._stack[-1].hooked is not hooked:
+                self._stack.pop()
+            if not self._stack:
+                return
+            frame = self._stack.pop()
+            self._span()
+            if not taken:
+                return
+            with record.own_work():
+                results = output_leaves(output) if self.modules else []
+                if frame.records:
+                    for path, t, reduced in frame.inputs:
+                        self._row(frame, "forward", "input", path, t, reduced)
+                    for path, t in results:
+                        self._row(frame, "forward", "output", path, t, self._reduce(hooked, "output", path, t))
+                if self.parameters and torch._C._current_graph_task_id() == -1:
+                    self._record_parameters(hooked)
+                if self.backward and self.modules and torch.is_grad_enabled():
+                    self._hook_graph(frame, results)
+
+        return hook
+
+    def _reduce(self, hooked: HookedModule, role: str, path: str, t: Tensor) -> Reduced:
+        shard = activation_shard(hooked.module, role, path, t)
+        return self.record.reduce(local_tensor(t), shard=shard)
+
+    def _row(self, frame: _Frame, direction: str, role: str, path: str, t: Tensor, reduced: Reduced) -> None:
+        hooked = frame.hooked
+        self.record.row(
+            hooked.name, hooked.class_name, "module", direction, frame.call, role, path, hooked.parent, t, reduced,
+            activation_shard(hooked.module, "input" if path.startswith(("args", "kwargs")) else "output", path, t),
+        )  # fmt: skip
+
+    def _record_parameters(self, hooked: HookedModule) -> None:
+        for local, parameter in hooked.module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{hooked.name}.{local}" if hooked.name else local
+            if not self.record.first_time(name, parameter):
+                continue
+            t = local_tensor(parameter)
+            shard = parameter_shard(parameter)
+            self.record.row(
+                name, "", "parameter", "forward", 0, "input", local, hooked.name, t,
+                self.record.reduce(t, shard=shard, by_sample=False), shard,
+            )  # fmt: skip
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _hook_parameter(self, hooked: HookedModule, local: str, parameter: nn.Parameter) -> None:
+        name = f"{hooked.name}.{local}" if hooked.name else local
+
+        def accumulated(p: Tensor) -> None:
+            gradient = p.grad
+            if gradient is None or not self.record.active:
+                return
+            with self.record.own_work():
+                t, shard = local_tensor(gradient), parameter_shard(parameter)
+                call = self.record.next_call(f"{name}\0gradient")
+                self.record.row(
+                    name, "", "parameter_gradient", "backward", call, "output", local, hooked.name, t,
+                    self.record.reduce(t, shard=shard, by_sample=False), shard,
+                )  # fmt: skip
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(accumulated))
+
+    def _hook_graph(self, frame: _Frame, results: Sequence[tuple[str, Tensor]]) -> None:
+        outputs = [(path, t) for path, t in results if t.requires_grad]
+        if not outputs:
+            return
+        samples = self.record.samples
+        for path, t in outputs:
+            self._graph_handles.append(t.register_hook(self._incoming(frame, path, samples)))
+        if not frame.targets:
+            return
+        wanted = {(node, number): i for i, (_, _, node, number) in enumerate(frame.targets)}
+        edges: dict[int, list[tuple[Any, int]]] = {i: [] for i in range(len(frame.targets))}
+        starts: list[Any] = []
+        for path, t in outputs:
+            node, number = _edge(t)
+            passed = wanted.get((node, number))
+            if passed is not None:
+                # The module hands its input on: what flows into the output flows out of the input.
+                edges[passed].append((t, -1))
+                continue
+            starts.append(node)
+        _find_edges(starts, wanted, frame.sequence, edges)
+        by_node: dict[Any, list[tuple[int, _Contribution]]] = {}
+        for i, (path, t, _, _) in enumerate(frame.targets):
+            if edges[i]:
+                contribution = _Contribution(self, frame, path, len(edges[i]), samples)
+                for source, position in edges[i]:
+                    if position < 0:
+                        self._graph_handles.append(source.register_hook(contribution.add))
+                    else:
+                        by_node.setdefault(source, []).append((position, contribution))
+        for node, wanted_here in by_node.items():
+            self._graph_handles.append(node.register_hook(_collect(wanted_here)))
+        frame.targets = []
+        frame.inputs = []
+
+    def _incoming(self, frame: _Frame, path: str, samples: Any) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self.record.active:
+                self.gradient(frame, "input", path, gradient, samples)
+
+        return hook
+
+    def gradient(self, frame: _Frame, role: str, path: str, gradient: Tensor, samples: Any) -> None:
+        """Records a gradient of a module's output (role ``input``) or input (role ``output``)."""
+        record = self.record
+        with record.own_work():
+            before = record.set_samples(samples)
+            forward_role = "input" if path.startswith(("args", "kwargs")) else "output"
+            reduced = self._reduce(frame.hooked, forward_role, path, gradient)
+            self._row(frame, "backward", role, path, gradient, reduced)
+            record.set_samples(before)
+
+    def opened(self, key: tuple, contribution: _Contribution) -> None:
+        self._open_sums[key] = contribution
+
+    def closed(self, key: tuple) -> None:
+        self._open_sums.pop(key, None)
+
+    def _parent(self, name: str, modules: dict[str, nn.Module]) -> str:
+        parts = name.split(".")[:-1] if name else []
+        while parts and isinstance(modules.get(".".join(parts)), (nn.ModuleList, nn.ModuleDict)):
+            parts.pop()
+        if not name:
+            return ""
+        return ".".join(filter(None, (self.prefix, *parts)))
+
+
+class _Contribution:
+    """The gradient of one module's input, added up over the places the module uses it."""
+
+    def __init__(self, hooks: ModuleHooks, frame: _Frame, path: str, edges: int, samples: Any) -> None:
+        self._hooks, self._frame, self._path, self._edges, self._samples = hooks, frame, path, edges, samples
+        self._key = (frame.hooked.name, frame.call, path)
+        self._left, self._sum = edges, None
+
+    def add(self, gradient: Tensor | None) -> None:
+        """One use's share; the last one completes the sum."""
+        if not self._hooks.record.active:
+            self._sum = None
+            return
+        if gradient is not None:
+            with self._hooks.record.own_work(), torch.no_grad():
+                self._sum = gradient if self._sum is None else self._sum + gradient
+        self._left -= 1
+        if self._left <= 0:
+            self.complete()
+        else:
+            self._hooks.opened(self._key, self)
+
+    def complete(self) -> None:
+        """Records what there is: a use that no gradient reaches counts as none."""
+        total, self._sum, self._left = self._sum, None, self._edges
+        self._hooks.closed(self._key)
+        if total is not None and self._hooks.record.active:
+            self._hooks.gradient(self._frame, "output", self._path, total, self._samples)
+
+
+def _collect(wanted: Sequence[tuple[int, _Contribution]]) -> Callable:
+    def hook(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
+        for position, contribution in wanted:
+            contribution.add(grad_inputs[position])
+
+    return hook
+
+
+def _edge(t: Tensor) -> tuple[Any, int]:
+    """The node of the graph that receives the gradient of ``t``, and its number there."""
+    if t.grad_fn is not None:
+        return t.grad_fn, t.output_nr
+    with torch.enable_grad():
+        return t.view_as(t).grad_fn.next_functions[0]
+
+
+def _find_edges(starts: Sequence[Any], wanted: dict[tuple, int], sequence: int, edges: dict[int, list]) -> None:
+    """Every edge into a wanted place from nodes that were made since ``sequence``."""
+    todo, met = list(starts), set(starts)
+    while todo:
+        node = todo.pop()
+        for position, (following, number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            i = wanted.get((following, number))
+            if i is not None:
+                edges[i].append((node, position))
+            elif following not in met and following._sequence_nr() >= sequence:
+                met.add(following)
+                todo.append(following)
+
+
+def _decoding(previous: Any, found: Any) -> Any:
+    from alignment.capture.reduction import Samples
+
+    return Samples(keys=previous.keys, bounds=((0, 1),) * len(previous.keys), shape=found.shape)

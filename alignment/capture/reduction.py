@@ -1,0 +1,343 @@
+"""Every tensor read once: statistics and sketch on the device it lies on, shared by all the rows that name it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.numerics.sketch import LARGEST, Buckets, Filling, Place, bounded
+
+_MIXED_AT_ONCE = 32
+_ABSENT = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Where the results of one tensor are: indices, −1 for none. ``sketches`` is 0 for one sketch of the whole."""
+
+    statistics: int
+    sketch: int
+    sketches: int
+    tensor: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples of the micro batch that is running.
+
+    Attributes:
+        keys: a content hash per sample.
+        bounds: first and last + 1 real token of each.
+        shape: (samples, tokens) of the padded micro batch.
+    """
+
+    keys: tuple[str, ...]
+    bounds: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
+
+    def slices(self, t: Tensor) -> list[Tensor] | None:
+        """The real tokens of every sample, or None where the leading dimensions are no samples and tokens."""
+        b, s = self.shape
+        if t.dim() >= 2 and t.shape[0] == b and t.shape[1] == s:
+            return [t[i, low:high] for i, (low, high) in enumerate(self.bounds)]
+        # megatron-core puts tokens first
+        if t.dim() >= 2 and b != s and t.shape[0] == s and t.shape[1] == b:
+            return [t[low:high, i] for i, (low, high) in enumerate(self.bounds)]
+        return None
+
+
+class Reducer:
+    """Reduces the tensors of one stage.
+
+    Results wait on their device and are fetched by :meth:`results`. On a CPU they are computed piece by piece while
+    the piece is in the cache; elsewhere as a few whole-tensor operations, without waiting for the device.
+
+    Args:
+        sketch_size: 0 for statistics alone.
+        deduplicate: answer with the earlier result for a tensor that still lives at the same version.
+    """
+
+    def __init__(self, *, sketch_size: int, sketch_seed: int = 0, deduplicate: bool = True) -> None:
+        self.sketch_size, self.sketch_seed, self.deduplicate = sketch_size, sketch_seed, deduplicate
+        self._keep: Callable[[Tensor], str | None] | None = None
+        self.samples: Samples | None = None
+        self._buckets: dict[str, Buckets] = {}
+        self._pending: dict[str, tuple[Tensor, list[int]]] = {}
+        self._pieces: dict[str, Tensor] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets everything: another stage begins."""
+        self._seen: dict[tuple, tuple[_StorageRef, Reduced]] = {}
+        self._statistics: list[tuple[float, ...] | None] = []
+        self._on_device: dict[str, list[tuple[int, int, Tensor]]] = {}
+        self._sketches: list[Tensor] = []
+        self._sketch_rows: list[list[int]] = []
+        self._sketch_count = 0
+        for _, indices in self._pending.values():
+            indices.clear()
+
+    def keep_with(self, keep: Callable[[Tensor], str | None] | None) -> None:
+        """From here on calls ``keep`` for every tensor that is reduced; it answers with the name it is stored by."""
+        self._keep = keep
+
+    def add(self, t: Tensor, *, place: Place | None = None, by_sample: bool = True) -> Reduced:
+        """Reduces ``t`` unless it is already done.
+
+        Args:
+            place: of a shard in the whole; its sketch is taken there.
+            by_sample: whether its leading dimensions may be samples and tokens.
+        """
+        key = None
+        if self.deduplicate and not t.is_inference():
+            key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), place)
+            seen = self._seen.get(key)
+            if seen is not None and seen[0].alive():
+                return seen[1]
+        reduced = self._reduce(t.detach(), place, by_sample)
+        if key is not None:
+            self._seen[key] = (_StorageRef(t), reduced)
+        return reduced
+
+    @property
+    def sketches(self) -> int:
+        """How many sketches there are."""
+        return self._sketch_count
+
+    def add_number(self, value: float) -> Reduced:
+        """Statistics of a Python number."""
+        value = float(value)
+        finite = math.isfinite(value)
+        v = value if finite else 0.0
+        self._statistics.append((v, v, v, abs(v), float(math.isnan(value)), float(math.isinf(value)), 1.0))
+        return Reduced(len(self._statistics) - 1, -1, 0)
+
+    def results(self) -> tuple[np.ndarray, Callable[[], np.ndarray], Callable[[], np.ndarray]]:
+        """(statistics placeholder size, then two functions that wait for the device): see the session."""
+        for device in self._pending:
+            self._mix(device)
+        statistics = list(self._statistics)
+        fetched = []
+        for device, rows in self._on_device.items():
+            stacked = torch.stack([row for _, _, row in rows])
+            fetched.append(([(i, count) for i, count, _ in rows], *_to_host(stacked)))
+        sketches = [(rows, *_to_host(mixed)) for rows, mixed in zip(self._sketch_rows, self._sketches)]
+        total, size = self._sketch_count, self.sketch_size
+
+        def all_statistics() -> np.ndarray:
+            out = np.array([row or _ABSENT for row in statistics], np.float64).reshape(-1, 7)
+            for places, host, wait in fetched:
+                wait()
+                for (index, count), row in zip(places, host.double().numpy()):
+                    out[index] = _host_statistics(row, count)
+            return out
+
+        def all_sketches() -> np.ndarray:
+            out = np.zeros((total, size), np.float32)
+            for rows, host, wait in sketches:
+                wait()
+                out[rows] = host.numpy()
+            return out
+
+        return len(statistics), all_statistics, all_sketches
+
+    # --- one tensor --------------------------------------------------------------------------------------------------
+
+    def _reduce(self, t: Tensor, place: Place | None, by_sample: bool) -> Reduced:
+        if t.is_sparse or t.is_quantized or t.device.type == "meta":
+            return Reduced(-1, -1, 0)
+        if t.is_complex():
+            t = torch.view_as_real(t)
+        if t.is_conj() or t.is_neg():
+            t = t.resolve_conj().resolve_neg()
+        stored = self._keep(t) if self._keep is not None else None
+        slices = self.samples.slices(t) if by_sample and self.samples is not None and place is None else None
+        index = len(self._statistics)
+        self._statistics.append(None)
+        on_cpu = t.device.type == "cpu"
+        if not self.sketch_size:
+            self._whole(index, t, None, None, on_cpu)
+            return Reduced(index, -1, 0, stored)
+        first = self._sketch_count
+        if slices is None:
+            self._whole(index, t, place, self._fill(t), on_cpu)
+            return Reduced(index, first, 0, stored)
+        self._whole(index, t, None, None, on_cpu)
+        for part in slices:
+            flat, fill = part.reshape(-1), self._fill(t)
+            for group, piece in fill.buckets.pieces(flat, None):
+                fill.add(group, bounded(piece.float()))
+            fill.finish()
+        return Reduced(index, first, len(slices), stored)
+
+    def _whole(self, index: int, t: Tensor, place: Place | None, fill: Filling | None, on_cpu: bool) -> None:
+        if not on_cpu:
+            self._on_accelerator(index, t, place, fill)
+            return
+        flat = _flat(t, ordered=fill is not None)
+        if place is None:
+            self._statistics[index] = self._in_pieces(flat, fill)
+        else:
+            self._statistics[index] = self._in_pieces(flat, None)
+            for group, piece in fill.buckets.pieces(flat, place):
+                fill.add(group, bounded(piece.float()))
+        if fill is not None:
+            fill.finish()
+
+    def _in_pieces(self, flat: Tensor, fill: Filling | None) -> tuple[float, ...]:
+        count = len(flat)
+        if count == 0:
+            return _ABSENT
+        length = fill.buckets.group if fill is not None else _PIECE
+        high, low, total, square, nan_count, inf_count = -math.inf, math.inf, 0.0, 0.0, 0, 0
+        dtype = flat.dtype
+        wide = not dtype.is_floating_point or dtype == torch.float64
+        for group, start in enumerate(range(0, count, length)):
+            piece = flat[start : start + length] if count > length else flat
+            if wide:
+                piece = piece.double()
+            elif dtype != torch.float32:
+                piece = self._scratch(length)[: len(piece)].copy_(piece)
+            a, b = torch.aminmax(piece)
+            a, b = a.item(), b.item()
+            if not (math.isfinite(a) and math.isfinite(b)):
+                finite = piece.isfinite()
+                nans = int(piece.isnan().sum())
+                nan_count += nans
+                inf_count += len(piece) - int(finite.sum()) - nans
+                kept = piece[finite]
+                piece = torch.where(finite, piece, 0.0)
+                a, b = (v.item() for v in torch.aminmax(kept)) if len(kept) else (math.inf, -math.inf)
+            s, q = piece.sum().item(), torch.dot(piece, piece).item()
+            if not (math.isfinite(s) and math.isfinite(q)) or 0.0 < max(abs(a), abs(b)) < _SMALL:
+                # Squares leave the range of float32 before the numbers do.
+                precise = piece.double()
+                s, q = precise.sum().item(), torch.dot(precise, precise).item()
+            low, high, total, square = min(low, a), max(high, b), total + s, square + q
+            if fill is not None:
+                if wide:
+                    piece = piece.float()
+                if a < -LARGEST or b > LARGEST:
+                    piece = piece.clamp(-LARGEST, LARGEST)
+                fill.add(group, piece)
+        finite_count = count - nan_count - inf_count
+        if not finite_count:
+            return (0.0, 0.0, 0.0, 0.0, float(nan_count), float(inf_count), float(count))
+        return (high, low, total / finite_count, math.sqrt(square), float(nan_count), float(inf_count), float(count))
+
+    def _on_accelerator(self, index: int, t: Tensor, place: Place | None, fill: Filling | None) -> None:
+        flat = t.reshape(-1)
+        count = len(flat)
+        if count == 0:
+            self._statistics[index] = _ABSENT
+            return
+        x = flat.float()
+        finite = x.isfinite()
+        clean = torch.where(finite, x, 0.0)
+        row = torch.stack(
+            [
+                torch.where(finite, x, -math.inf).amax(),
+                torch.where(finite, x, math.inf).amin(),
+                clean.sum(),
+                torch.linalg.vector_norm(clean),
+                x.isnan().sum().float(),
+                x.isinf().sum().float(),
+            ]
+        )
+        self._on_device.setdefault(str(t.device), []).append((index, count, row))
+        if fill is not None:
+            clean = clean.clamp(-LARGEST, LARGEST)
+            for group, piece in fill.buckets.pieces(clean, place):
+                fill.add(group, piece)
+            fill.finish()
+
+    # --- sketches ----------------------------------------------------------------------------------------------------
+
+    def _fill(self, t: Tensor) -> Filling:
+        """The next sketch of a tensor on this device."""
+        device = str(t.device)
+        if device not in self._buckets:
+            buckets = Buckets(size=self.sketch_size, seed=self.sketch_seed, device=device)
+            self._buckets[device], self._pending[device] = buckets, (buckets.zeros(_MIXED_AT_ONCE), [])
+        sums, indices = self._pending[device]
+        if len(indices) == _MIXED_AT_ONCE:
+            self._mix(device)
+            sums, indices = self._pending[device]
+        indices.append(self._sketch_count)
+        self._sketch_count += 1
+        sums[len(indices) - 1].zero_()
+        return self._buckets[device].filling(sums[len(indices) - 1])
+
+    def _mix(self, device: str) -> None:
+        sums, indices = self._pending[device]
+        if indices:
+            self._sketches.append(self._buckets[device].mix(sums[: len(indices)]))
+            self._sketch_rows.append(list(indices))
+            indices.clear()
+
+    def _scratch(self, length: int) -> Tensor:
+        """Float32 room for a piece of a narrower dtype, in the cache."""
+        if "cpu" not in self._pieces or len(self._pieces["cpu"]) < length:
+            self._pieces["cpu"] = torch.empty(length, dtype=torch.float32)
+        return self._pieces["cpu"]
+
+
+_PIECE = 1 << 17
+"""Elements that are reduced in one go: half a megabyte of float32, which a core's own cache holds."""
+_SMALL = 1e-16
+"""Below it squares approach float32's smallest normal number, 1.2e-38, and lose digits."""
+
+
+class _StorageRef:
+    """Tells whether the memory of a tensor is still its own, without keeping it alive."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, t: Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._ref = StorageWeakRef(t.untyped_storage())
+
+    def alive(self) -> bool:
+        return not self._ref.expired()
+
+
+def _flat(t: Tensor, *, ordered: bool) -> Tensor:
+    """All elements in row-major order, or, where the order does not matter, as they lie in memory."""
+    if t.is_contiguous():
+        return t.view(-1)
+    if not ordered and t.numel():
+        order = sorted(range(t.dim()), key=lambda d: (-t.stride(d), -t.shape[d]))
+        permuted = t.permute(order)
+        if permuted.is_contiguous():
+            return permuted.view(-1)
+    return t.reshape(-1)
+
+
+def _to_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """A copy on the host that is complete once the function has been called."""
+    if t.device.type == "cpu":
+        return t, lambda: None
+    module = getattr(torch, t.device.type, None)
+    try:
+        host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        host.copy_(t, non_blocking=True)
+        event = module.Event()
+        event.record()
+    except (RuntimeError, AttributeError):
+        return t.cpu(), lambda: None
+    # The device tensor lives as long as the function that waits for its copy.
+    return host, lambda keep=t: event.synchronize()
+
+
+def _host_statistics(row: Sequence[float], count: int) -> tuple[float, ...]:
+    high, low, total, l2, nan_count, inf_count = map(float, row)
+    finite = count - nan_count - inf_count
+    if finite <= 0:
+        return (0.0, 0.0, 0.0, 0.0, nan_count, inf_count, float(count))
+    return (high, low, total / finite, l2, nan_count, inf_count, float(count))

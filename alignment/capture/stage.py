@@ -1,0 +1,244 @@
+"""One stage of one step while it runs: the rows so far, what was reduced, and the tensors on their way to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.capture.own_format import PART_BYTES, RowColumns, write_part, write_rows
+from alignment.capture.record import Shard
+from alignment.capture.reduction import Reduced, Reducer, Samples, _to_host
+from alignment.capture.writer import BackgroundWriter
+from alignment.numerics.sketch import Place
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class StageRecord:
+    """Takes rows from hooks and hands them to the writer when the stage ends.
+
+    Args:
+        reducer: reduces the tensors.
+        writer: writes the files.
+        root, step, stage, rank, piece: where; a stage that runs again in a step writes another piece.
+        by_sample: one sketch per sample where it can be.
+        calls: number of calls so far in this step and stage, by module; goes on where a stage runs again.
+        parameters: versions of the parameters that are recorded in this step and stage.
+    """
+
+    def __init__(
+        self,
+        *,
+        reducer: Reducer,
+        writer: BackgroundWriter,
+        root: Path,
+        step: int,
+        stage: str,
+        rank: int,
+        piece: str = "",
+        by_sample: bool = False,
+        calls: dict[str, int] | None = None,
+        parameters: dict[str, tuple] | None = None,
+    ) -> None:
+        self.reducer, self._writer = reducer, writer
+        self._place = (root, step, stage, rank)
+        self._piece, self._by_sample = piece, by_sample
+        self._calls = {} if calls is None else calls
+        self._parameters = {} if parameters is None else parameters
+        self._rows: list[tuple] = []
+        self._groups: list[tuple[str, ...]] = []
+        self._group_of: dict[tuple[str, ...], int] = {}
+        self._group = -1
+        self.samples: Samples | None = None
+        self._busy = _Depth()
+        self._kept: dict[str, tuple[str, tuple[int, ...], Tensor, Callable[[], None]]] = {}
+        self._kept_bytes = self._kept_count = 0
+        self._parts: list[str] = []
+        reducer.begin()
+
+    # --- while it runs -----------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether rows are taken: the disk has not failed, and the capture is not looking at itself."""
+        return not self._busy.depth and self._writer.failure is None
+
+    def own_work(self) -> _Depth:
+        """What is computed inside belongs to the capture, not to the model."""
+        return self._busy
+
+    def set_samples(self, samples: Samples | None) -> Samples | None:
+        """The samples of the micro batch that runs from here on; answers with the earlier ones."""
+        before, self.samples = self.samples, samples
+        self.reducer.samples = samples if self._by_sample else None
+        if samples is None:
+            self._group = -1
+        else:
+            self._group = self._group_of.setdefault(samples.keys, len(self._groups))
+            if self._group == len(self._groups):
+                self._groups.append(samples.keys)
+        return before
+
+    def next_call(self, name: str) -> int:
+        """Counts a call of ``name`` and answers with its number, from 0."""
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        return call
+
+    def calls_of(self, name: str) -> int:
+        """How often ``name`` was called so far."""
+        return self._calls.get(name, 0)
+
+    def first_time(self, name: str, parameter: Tensor) -> bool:
+        """Whether a parameter is not recorded yet as it is now."""
+        state = (parameter._version,)
+        if self._parameters.get(name) == state:
+            return False
+        self._parameters[name] = state
+        return True
+
+    def reduce(self, t: Tensor, *, shard: Shard | None = None, by_sample: bool = True) -> Reduced:
+        """Statistics, sketch and copy of a tensor, as far as they are asked for."""
+        place = None
+        if shard is not None and self.reducer.sketch_size and t.dim():
+            place = Place.of(tuple(t.shape), dim=shard.dim, start=shard.start, whole=shard.whole)
+        return self.reducer.add(t, place=place, by_sample=by_sample)
+
+    def row(
+        self,
+        module: str,
+        class_name: str,
+        kind: str,
+        direction: str,
+        call: int,
+        role: str,
+        path: str,
+        parent: str,
+        t: Tensor,
+        reduced: Reduced,
+        shard: Shard | None = None,
+    ) -> None:
+        """Adds a row in completion order."""
+        group = self._group
+        if group >= 0 and kind in ("module", "operator", "value"):
+            b, s = self.samples.shape
+            leading = t.shape[:2]
+            if not (len(leading) and (leading[0] == b or tuple(leading) == (s, b))):
+                group = -1
+        elif kind != "value":
+            group = -1
+        self._rows.append(
+            (module, class_name, kind, direction, call, role, path, parent, t.dtype, tuple(t.shape), shard, group, reduced)
+        )
+
+    def number(self, module: str, kind: str, direction: str, call: int, path: str, parent: str, value: float) -> None:
+        """Adds a row for a Python number among an operator's arguments."""
+        reduced = self.reducer.add_number(value)
+        self._rows.append(
+            (module, "", kind, direction, call, "input", path, parent, type(value).__name__, (), None, -1, reduced)
+        )
+
+    def keep(self, t: Tensor) -> str | None:
+        """Copies a tensor to the host for the disk; answers with the name it will be found by."""
+        dtype = str(t.dtype).removeprefix("torch.")
+        if t.device.type == "cpu":
+            # A copy even where it is contiguous: the run goes on and may write into it.
+            host, wait = t.detach().clone(memory_format=torch.contiguous_format), _nothing
+        else:
+            host, wait = _to_host(t.detach().contiguous())
+        name = f"t{self._kept_count}"
+        self._kept_count += 1
+        self._kept[name] = (dtype, tuple(t.shape), host, wait)
+        self._kept_bytes += host.numel() * host.element_size()
+        spec = f"{len(self._parts)}/{name}"
+        if self._kept_bytes >= PART_BYTES:
+            self._send_part()
+        return spec
+
+    # --- when it has ended -------------------------------------------------------------------------------------------
+
+    def finish(self, about: dict[str, Any] | None = None) -> None:
+        """Hands everything to the writer."""
+        if self._writer.failure is not None or not self._rows:
+            return
+        self._send_part()
+        count, statistics, sketches = self.reducer.results()
+        rows, groups, parts, place, piece = self._rows, self._groups, list(self._parts), self._place, self._piece
+        size = self.reducer.sketch_size
+
+        def write() -> None:
+            write_rows(
+                *place, _columns(rows), piece=piece, statistics=statistics(), sketches=sketches() if size else _NO_SKETCHES,
+                key_groups=groups, parts=parts, about=about,
+            )  # fmt: skip
+
+        self._writer.submit(write, 200 * len(rows) + 4 * size * self.reducer.sketches + 56 * count)
+
+    def _send_part(self) -> None:
+        if not self._kept:
+            return
+        tensors, nbytes, index = self._kept, self._kept_bytes, len(self._parts)
+        self._kept, self._kept_bytes = {}, 0
+        root, step, stage, rank = self._place
+        self._parts.append(f"rank{rank}{'.' + self._piece if self._piece else ''}-{index:05d}.safetensors")
+        piece = self._piece
+
+        def write() -> None:
+            buffers = {}
+            for name, (dtype, shape, host, wait) in tensors.items():
+                wait()
+                buffers[name] = (dtype, shape, _bits(host))
+            write_part(root, step, stage, rank, index, buffers, piece=piece)
+
+        self._writer.submit(write, nbytes)
+
+
+class _Depth:
+    """A block that counts how deep it is entered."""
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+_NO_SKETCHES = np.empty((0, 1), np.float32)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _bits(host: Tensor) -> np.ndarray:
+    """The bytes of a contiguous host tensor of any dtype."""
+    return host.reshape(-1).view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
+
+
+def _columns(rows: Sequence[tuple]) -> RowColumns:
+    columns = RowColumns()
+    names = ("module", "class_name", "kind", "direction", "call", "role", "path", "parent")
+    if rows:
+        for name, values in zip(names, zip(*(row[:8] for row in rows))):
+            getattr(columns, name).extend(values)
+    columns.order.extend(range(len(rows)))
+    for *_, dtype, shape, shard, group, reduced in rows:
+        columns.dtype.append(str(dtype).removeprefix("torch."))
+        columns.shape.append(shape)
+        columns.shard.append(None if shard is None else (shard.dim, shard.start, shard.length, shard.whole))
+        columns.keys.append(group)
+        columns.statistics.append(reduced.statistics)
+        columns.sketch.append(reduced.sketch)
+        columns.sketch_count.append(reduced.sketches)
+        columns.tensor.append(reduced.tensor)
+    return columns
