@@ -28,11 +28,14 @@ from alignment.files import read_json, sync_directory, write_atomically, write_j
 from alignment.numerics.budget import Envelope
 from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
-from alignment.rl.config import SkipConfig, TrainConfig, load_config
+from alignment.rl.config import RunConfig, SkipConfig, TrainConfig, load_config
+from alignment.rl.gkd_config import GkdConfig
+from alignment.rl.gkd_run import run_gkd
 from alignment.rl.run import RunResult, replay_steps, run_dapo
 
 SCHEMA = 1
-PRESETS = ("dapo-tiny", "dapo-tiny-four-updates", "dapo-tiny-filtered")
+GKD_PRESETS = ("gkd-tiny",)
+PRESETS = ("dapo-tiny", "dapo-tiny-four-updates", "dapo-tiny-filtered", *GKD_PRESETS)
 REPLAY_PRESETS = ("dapo-tiny", "dapo-tiny-four-updates")
 # Never the seed of a judged run: a budget is not measured on what it judges.
 CURVE_SEEDS = (101, 102, 103, 104, 105)
@@ -120,9 +123,14 @@ def e2e_folder(root: Path, *, kind: str, chip: str) -> Path:
 # Recording.
 
 
-def recording_config(preset: str, *, seed: int, steps: int | None = None, dump: str | None = None) -> TrainConfig:
+def preset_config(preset: str) -> RunConfig:
+    """A preset of the pipeline it belongs to."""
+    return load_config(preset, kind=GkdConfig if preset in GKD_PRESETS else TrainConfig)
+
+
+def recording_config(preset: str, *, seed: int, steps: int | None = None, dump: str | None = None) -> RunConfig:
     """A preset as it is recorded: no checkpoints, no resuming, its own seed, and rollouts dumped where asked."""
-    config = load_config(preset)
+    config = preset_config(preset)
     trainer = dataclasses.replace(
         config.trainer,
         seed=seed,
@@ -154,7 +162,8 @@ def record_curves(
         InputError: an emulated device, a dirty tree, or a run that cannot work.
     """
     refuse_unfit(device)
-    provenance = provenance_of(device, hashes={"config": load_config(preset).config_hash()})
+    provenance = provenance_of(device, hashes={"config": preset_config(preset).config_hash()})
+    run = run_gkd if preset in GKD_PRESETS else run_dapo
     runs = []
     for seed in seeds:
         done = work / f"{preset}-seed-{seed}.json"
@@ -162,7 +171,7 @@ def record_curves(
             config = recording_config(preset, seed=seed, steps=steps)
             run_dir = work / f"{preset}-seed-{seed}"
             shutil.rmtree(run_dir, ignore_errors=True)
-            result = run_dapo(config, run_dir=run_dir, device=torch_name(device))
+            result = run(config, run_dir=run_dir, device=torch_name(device))
             write_json(done, {"commit": provenance.commit, "curve": json.loads(result.curve.to_json())})
             shutil.rmtree(run_dir, ignore_errors=True)
             report(f"{preset}: seed {seed}, {result.curve.total_steps} steps")

@@ -8,13 +8,14 @@ import traceback
 
 import typer
 
-from alignment.cli import audit, baseline, checkpoint, checks, environment, training, verl
+from alignment.cli import audit, baseline, checkpoint, checks, environment, gkd, training, verl
 from alignment.errors import InputError
 from alignment.numerics.verdict import USAGE
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.command("run")(checks.run)
 app.command("dapo")(training.dapo)
+app.command("gkd")(gkd.gkd)
 app.command("rollout")(training.rollout)
 app.command("read-verl")(verl.read_verl)
 app.command("compare-engines")(environment.compare_engines_command)

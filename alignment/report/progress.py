@@ -46,7 +46,9 @@ class SuiteProgress:
 
     def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """A training step has ended."""
-        self.advance(f"step {step} of {total_steps}, reward {metrics['reward/before_filter']:+.3f}, {timings['step']:.2f} s a step")
+        name = "reward/before_filter" if "reward/before_filter" in metrics else "student/loss"
+        shown = f"{name.partition('/')[0 if name.startswith('reward') else 2]} {metrics[name]:+.3f}"
+        self.advance(f"step {step} of {total_steps}, {shown}, {timings['step']:.2f} s a step")
 
     def _line(self, text: str) -> None:
         self._last_line = time.monotonic()
