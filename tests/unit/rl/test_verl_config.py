@@ -89,8 +89,10 @@ def test_what_is_no_override_is_refused(text):
 
 def test_a_yaml_of_verls_own_is_handed_over_as_it_is(tmp_path):
     path = tmp_path / "verl.yaml"
-    path.write_text("defaults: [ppo_trainer]\nactor_rollout_ref:\n  rollout: {name: sglang, n: 4}\n")
-    assert read_verl_yaml(path) == {"++actor_rollout_ref.rollout.name": "sglang", "++actor_rollout_ref.rollout.n": 4}
+    path.write_text("defaults: [ppo_trainer]\nactor_rollout_ref:\n  rollout: {name: sglang, n: 4}\n++x.y: [1, 2]\n")
+    assert read_verl_yaml(path) == {
+        "actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.n": 4, "++x.y": [1, 2],
+    }  # fmt: skip
     path.write_text("- a\n")
     with pytest.raises(InputError, match="a configuration is a mapping.*found list"):
         read_verl_yaml(path)
