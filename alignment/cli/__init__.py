@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from alignment.cli import audit, baseline, checkpoint, checks, environment, gkd, training, verl
+from alignment.cli import audit, baseline, checkpoint, checks, compare, environment, gkd, training, verl
 from alignment.errors import InputError
 from alignment.numerics.verdict import USAGE
 
@@ -18,6 +18,7 @@ app.command("dapo")(training.dapo)
 app.command("gkd")(gkd.gkd)
 app.command("rollout")(training.rollout)
 app.command("read-verl")(verl.read_verl)
+app.command("compare")(compare.compare)
 app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
 app.command("doctor")(environment.doctor)

@@ -1,0 +1,140 @@
+"""``alignment compare``: two captures of any readable format, or two whole runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from alignment.cli.options import JsonOption
+from alignment.numerics.verdict import exit_code
+
+
+def compare(
+    golden: Annotated[Path, typer.Argument(metavar="GOLDEN", help="A capture or a run that is trusted.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The one that is judged.")],
+    name_map: Annotated[
+        Optional[list[str]],
+        typer.Option("--map", metavar="GOLDEN=TARGET", help="Pair these modules (* matches), or a file of such lines."),
+    ] = None,
+    noise: Annotated[
+        Optional[list[Path]], typer.Option("--noise", help="A calibration that --save-noise wrote (repeatable).")
+    ] = None,
+    save_noise: Annotated[
+        Optional[Path],
+        typer.Option("--save-noise", help="Take the two as equal and write what their difference teaches about noise."),
+    ] = None,
+    stage: Annotated[Optional[list[str]], typer.Option("--stage", help="Only this stage (repeatable).")] = None,
+    step: Annotated[Optional[list[int]], typer.Option("--step", help="Only this step (repeatable).")] = None,
+    allow_missing: Annotated[
+        Optional[list[str]],
+        typer.Option("--allow-missing", metavar="PATTERN", help="Modules and parameters one side may lack."),
+    ] = None,
+    golden_format: Annotated[Optional[str], typer.Option(help="Format of GOLDEN, where it is not found out.")] = None,
+    target_format: Annotated[Optional[str], typer.Option(help="Format of TARGET, where it is not found out.")] = None,
+    device: Annotated[str, typer.Option("--device", help="Label of the device the target ran on.")] = "unknown",
+    as_json: JsonOption = False,
+) -> None:
+    """Where two computations part: the first module whose inputs agree and whose outputs do not.
+
+    Exit code 0: aligned; 1: they diverge, or a module, call or parameter is missing; 2: they cannot be compared.
+    """
+    if _is_run(golden) and _is_run(target):
+        raise typer.Exit(_compare_runs(golden, target, name_map, noise, device, as_json))
+    from alignment.capture.readers import open_capture
+    from alignment.diagnose.capture_comparison import compare_captures, learn_noise, load_noise
+    from alignment.diagnose.capture_comparison import save_noise as write_noise
+    from alignment.diagnose.names import NameMap
+    from alignment.report.comparison_view import comparison_lines
+
+    names = NameMap.parse(name_map or ())
+    first, second = open_capture(golden, format=golden_format), open_capture(target, format=target_format)
+    if save_noise is not None:
+        write_noise(learn_noise(first, second, names=names, into=load_noise(noise) if noise else None), save_noise)
+        print(json.dumps({"noise": str(save_noise)}) if as_json else f"{save_noise}: noise of {golden} and {target}")
+        raise typer.Exit(0)
+    comparison = compare_captures(
+        first,
+        second,
+        names=names,
+        noise=load_noise(noise) if noise else None,
+        stages=stage or (),
+        steps=step or (),
+        allow_missing=allow_missing or (),
+        progress=_progress if sys.stderr.isatty() and not as_json else None,
+    )
+    if as_json:
+        print(json.dumps(comparison.to_dict(), indent=1))
+    else:
+        for line in comparison_lines(comparison):
+            print(line)
+    raise typer.Exit(exit_code(comparison.verdicts(device)))
+
+
+def _progress(line: str) -> None:
+    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "run.json").is_file()
+
+
+def _compare_runs(golden: Path, target: Path, name_map, noise, device: str, as_json: bool) -> int:
+    """Stages first; then, where both runs captured it, the first module in the first stage that diverges."""
+    from alignment.capture.readers import open_capture
+    from alignment.diagnose.capture_comparison import compare_captures, load_noise
+    from alignment.diagnose.names import NameMap
+    from alignment.diagnose.run_stages import compare_runs, first_divergence
+    from alignment.report.comparison_view import comparison_lines
+
+    stages = compare_runs(golden, target)
+    first = first_divergence(stages)
+    comparison = None
+    captures = golden / CAPTURE, target / CAPTURE
+    if all(path.is_dir() for path in captures):
+        readers = [open_capture(path) for path in captures]
+        wanted = ()
+        if first is not None and all(first.step in reader.steps() for reader in readers):
+            both = all(first.stage in reader.stages(first.step) for reader in readers)
+            wanted = (first.stage,) if both else ()
+        comparison = compare_captures(
+            *readers,
+            names=NameMap.parse(name_map or ()),
+            noise=load_noise(noise) if noise else None,
+            steps=(first.step,) if wanted else (),
+            stages=wanted,
+        )
+    verdicts = [stage.verdict(subject=str(target), device=device, baseline=str(golden)) for stage in stages]
+    if comparison is not None:
+        verdicts += comparison.verdicts(device)
+    if as_json:
+        data = {
+            "stages": [verdict.to_dict() for verdict in verdicts[: len(stages)]],
+            "first": None if first is None else {"step": first.step, "stage": first.stage, "reason": first.reason},
+            "capture": None if comparison is None else comparison.to_dict(),
+        }
+        print(json.dumps(_finite(data), indent=1))
+        return exit_code(verdicts)
+    for stage in stages:
+        print(stage)
+    if comparison is None:
+        print("no captures of both runs to look into: record them with 'alignment dapo capture.detail=sketch'")
+    else:
+        print()
+        for line in comparison_lines(comparison):
+            print(line)
+    if first is not None:
+        print(f"first divergence: step {first.step}, {first.stage}")
+    return exit_code(verdicts)
+
+
+CAPTURE = "capture"
+"""Folder of a run that holds its capture."""
+
+def _finite(value):
+    from alignment.report.run_directory import finite
+
+    return finite(value)

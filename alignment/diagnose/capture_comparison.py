@@ -1,0 +1,339 @@
+"""Two captures, step by step and stage by stage: what differs, where it was introduced, and one verdict per stage."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from alignment.capture.record import CaptureReader, TensorRow
+from alignment.diagnose.localise import Finding, Localisation, learn, localise
+from alignment.diagnose.module_graph import ModuleGraph, Pair
+from alignment.diagnose.names import NameMap, matches_any, no_common_names
+from alignment.diagnose.noise import NoiseModel
+from alignment.diagnose.pairing import Pairing, Unpaired, pair_rows
+from alignment.diagnose.shards import whole_rows
+from alignment.errors import InputError
+from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
+
+LARGEST = 10
+"""Pairs that are kept for display, by relative difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One pair for display."""
+
+    module: str
+    quantity: str
+    relative: float
+    gain: float
+    detail: str
+    problem: str
+
+
+@dataclass
+class StageComparison:
+    """One step, stage and rank (None: all ranks together)."""
+
+    step: int
+    stage: str
+    rank: int | None
+    localisation: Localisation
+    unpaired: list[Unpaired]
+    pairs: int
+    rows: tuple[int, int]
+    details: tuple[str, ...]
+    largest: list[Row] = field(default_factory=list)
+    different_implementations: bool = False
+
+    @property
+    def failures(self) -> list[str]:
+        """What fails besides numbers: missing and extra modules, calls and parameters."""
+        return [str(gap) for gap in self.unpaired if gap.fails]
+
+    @property
+    def first(self) -> Finding | None:
+        """The first introduced divergence: forward before backward, which is what things were computed in."""
+        return self.localisation.first("forward") or self.localisation.first("backward")
+
+    @property
+    def aligned(self) -> bool:
+        """Whether nothing diverges and nothing is missing."""
+        return not self.localisation.findings and not self.failures and self.pairs > 0
+
+    def verdict(self, subject: str, device: str, baseline: str) -> Verdict:
+        """This stage as the suite's verdict."""
+        first = self.first
+        place = f"step {self.step}" + (f", rank {self.rank}" if self.rank is not None else "")
+        measures, where = (), None
+        if first is not None:
+            measure = Measure(
+                name=first.reason, value=first.value, bound=first.limit, unit="of the size of golden", origin=first.origin
+            )
+            measures = (measure,)
+            where = Divergence(stage=self.stage, module=first.module or "(root)", quantity=first.quantity, detail=place)
+        outcome = Outcome.PASS if self.aligned else Outcome.FAIL
+        return Verdict(
+            check=f"compare/{self.stage}", layer="layer", stage=self.stage, subject=subject, device=device,
+            outcome=outcome, reason=self.reason(), measures=measures, where=where, baseline=baseline,
+            next_command=None if outcome is Outcome.PASS else self.next_command(subject),
+        )  # fmt: skip
+
+    def reason(self) -> str:
+        """One sentence."""
+        first = self.first
+        if first is not None:
+            kind = "gradient " if first.direction == "backward" and self.localisation.first("forward") is None else ""
+            at = f" (seen at {first.at or '(root)'})" if first.at != first.module else ""
+            return f"first introduced {kind}divergence: {first.module or '(root)'}{at}, {first.quantity}: {first.reason}"
+        if self.failures:
+            more = f" and {len(self.failures) - 1} more" if len(self.failures) > 1 else ""
+            return self.failures[0] + more
+        if not self.pairs:
+            return "nothing could be paired"
+        if self.localisation.findings:
+            return f"{len(self.localisation.findings)} results diverge, none of them from sources that agree"
+        return f"{self.pairs} tensors agree within the error of their sources"
+
+    def next_command(self, subject: str) -> str | None:
+        """What to run to learn more."""
+        first = self.first
+        if first is None:
+            return None
+        if first.quantity.startswith("parameter"):
+            return "alignment checkpoint verify on both sides, then the weight sync of this stage"
+        finest = "tensor" if self.details and "tensor" not in self.details else None
+        if finest:
+            return f"capture again with capture.detail=tensor capture.modules='{first.module}*', then compare --replay"
+        return None
+
+    def to_dict(self) -> dict:
+        """JSON-ready."""
+        return {
+            "step": self.step,
+            "stage": self.stage,
+            "rank": self.rank,
+            "aligned": self.aligned,
+            "pairs": self.pairs,
+            "golden_rows": self.rows[0],
+            "target_rows": self.rows[1],
+            "details": list(self.details),
+            "reason": self.reason(),
+            "first_forward": _finding(self.localisation.first("forward")),
+            "first_backward": _finding(self.localisation.first("backward")),
+            "findings": [_finding(f) for f in self.localisation.findings],
+            "unpaired": [{**asdict(gap), "fails": gap.fails} for gap in self.unpaired],
+            "largest": [_finite(asdict(row)) for row in self.largest],
+        }
+
+
+@dataclass
+class CaptureComparison:
+    """All stages of two captures."""
+
+    golden: str
+    target: str
+    stages: list[StageComparison]
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> StageComparison | None:
+        """The first stage that is not aligned."""
+        return next((stage for stage in self.stages if not stage.aligned), None)
+
+    def verdicts(self, device: str = "cpu") -> list[Verdict]:
+        """One verdict per stage, and one for steps, stages or ranks that one side lacks."""
+        out = [stage.verdict(self.target, device, self.golden) for stage in self.stages]
+        for gap in self.missing:
+            out.append(
+                Verdict(
+                    check="compare", layer="layer", stage="capture", subject=self.target, device=device,
+                    outcome=Outcome.FAIL, reason=gap, baseline=self.golden,
+                )
+            )  # fmt: skip
+        return out
+
+    def to_dict(self) -> dict:
+        """JSON-ready."""
+        first = self.first
+        return {
+            "golden": self.golden,
+            "target": self.target,
+            "aligned": first is None and not self.missing and bool(self.stages),
+            "first": None if first is None else {"step": first.step, "stage": first.stage, "reason": first.reason()},
+            "missing": self.missing,
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+
+
+def compare_captures(
+    golden: CaptureReader,
+    target: CaptureReader,
+    *,
+    names: NameMap | None = None,
+    noise: NoiseModel | None = None,
+    stages: Sequence[str] = (),
+    steps: Sequence[int] = (),
+    allow_missing: Sequence[str] = (),
+    progress=None,
+) -> CaptureComparison:
+    """Compare all steps and stages that either capture has.
+
+    Args:
+        noise: what a benign pair taught (:func:`learn_noise`); defaults without one.
+        stages, steps: only these, if any are named.
+        allow_missing: shell patterns of modules and parameters that one side may lack.
+        progress: called with a line of text before each stage.
+
+    Raises:
+        InputError: a capture is empty or damaged, or the two have no step, stage or module in common.
+    """
+    names = names or NameMap()
+    out = CaptureComparison(str(golden.root), str(target.root), [])
+    for step, stage, rank, first, second in _common(golden, target, steps, stages, out.missing):
+        if progress is not None:
+            progress(f"step {step} {stage}" + (f" rank {rank}" if rank is not None else ""))
+        pairing = _paired(first, second, names)
+        graph = ModuleGraph(pairing.pairs)
+        model = noise or NoiseModel()
+        model.expect_tests(3 * len(pairing.pairs))
+        found = localise(graph, model)
+        foreign = _different_implementations(pairing)
+        unpaired = [_weigh(gap, foreign) for gap in pairing.unpaired if not matches_any(gap.name.split(" ")[0], allow_missing)]
+        out.stages.append(
+            StageComparison(
+                step, stage, rank, found, unpaired, len(pairing.pairs), (pairing.golden_rows, pairing.target_rows),
+                tuple(sorted({pair.difference.detail for pair in pairing.pairs} - {"none"})), _largest(pairing.pairs),
+                foreign,
+            )
+        )  # fmt: skip
+    return out
+
+
+def learn_noise(golden: CaptureReader, benign: CaptureReader, *, names: NameMap | None = None, into: NoiseModel | None = None) -> NoiseModel:
+    """What two captures that are known to be equal teach about noise: the calibration for :func:`compare_captures`.
+
+    Raises:
+        InputError: as :func:`compare_captures`.
+    """
+    model = into or NoiseModel()
+    missing: list[str] = []
+    for _, _, _, first, second in _common(golden, benign, (), (), missing):
+        learn(ModuleGraph(_paired(first, second, names or NameMap()).pairs), model)
+    return model
+
+
+def _paired(first: list[TensorRow], second: list[TensorRow], names: NameMap) -> Pairing:
+    pairing = pair_rows(first, second, names)
+    if not pairing.pairs:
+        raise no_common_names({row.module for row in first}, {row.module for row in second})
+    return pairing
+
+
+def _common(
+    golden: CaptureReader, target: CaptureReader, steps: Sequence[int], stages: Sequence[str], missing: list[str]
+) -> Iterator[tuple[int, str, int | None, list[TensorRow], list[TensorRow]]]:
+    """(step, stage, rank or None, rows of golden, rows of the target); what one side lacks goes to ``missing``."""
+    wanted = _both("step", golden.steps(), target.steps(), steps, missing, "")
+    for step in wanted:
+        mine, theirs = golden.stages(step), target.stages(step)
+        if len(mine) == len(theirs) == 1 and mine != theirs and not stages:
+            # foreign dumps know no stages, and name the only one they have as they like
+            yield from _ranks(golden, target, step, mine[0], theirs[0])
+            continue
+        for stage in _both("stage", mine, theirs, stages, missing, f"step {step}: "):
+            yield from _ranks(golden, target, step, stage, stage)
+
+
+def _ranks(golden: CaptureReader, target: CaptureReader, step: int, stage: str, other: str):
+    mine, theirs = golden.ranks(step, stage), target.ranks(step, other)
+    if len(mine) == len(theirs) == 1:
+        yield step, stage, None, list(golden.rows(step, stage, mine[0])), list(target.rows(step, other, theirs[0]))
+        return
+    if mine == theirs:
+        for rank in mine:
+            first, second = list(golden.rows(step, stage, rank)), list(target.rows(step, other, rank))
+            yield step, stage, rank, first, second
+        return
+    first = whole_rows([list(golden.rows(step, stage, rank)) for rank in mine], where=golden.root)
+    second = whole_rows([list(target.rows(step, other, rank)) for rank in theirs], where=target.root)
+    yield step, stage, None, first, second
+
+
+def _both(what: str, mine: Sequence, theirs: Sequence, wanted: Sequence, missing: list[str], where: str) -> list:
+    if wanted:
+        absent = [x for x in wanted if x not in mine and x not in theirs]
+        if absent:
+            raise InputError(f"no such {what}", where="compare", expected=f"one of {sorted({*mine, *theirs})}", found=absent[0])
+        mine, theirs = [x for x in mine if x in wanted], [x for x in theirs if x in wanted]
+    common = [x for x in mine if x in theirs]
+    if not common:
+        raise InputError(
+            f"the two captures have no {what} in common",
+            where=where.rstrip(": ") or "compare",
+            expected=f"golden has {list(mine)}",
+            found=f"the target has {list(theirs)}",
+        )
+    missing += [f"{where}{what} {x} only in golden" for x in mine if x not in theirs]
+    missing += [f"{where}{what} {x} only in the target" for x in theirs if x not in mine]
+    return common
+
+
+def _different_implementations(pairing: Pairing) -> bool:
+    """Most paired modules are of another class: another implementation, which has other modules inside."""
+    return pairing.classes > 0 and pairing.other_classes > pairing.classes / 2
+
+
+def _weigh(gap: Unpaired, foreign: bool) -> Unpaired:
+    """Between implementations only parameters have to match; a module one of them lacks is a remark."""
+    if foreign and gap.what in ("module", "call"):
+        return Unpaired(what="tensor", side=gap.side, name=gap.name, detail=gap.detail)
+    return gap
+
+
+def _largest(pairs: list[Pair]) -> list[Row]:
+    worst = sorted(pairs, key=lambda pair: -pair.difference.relative)[:LARGEST]
+    return [
+        Row(
+            module=pair.owner, quantity=pair.quantity, relative=pair.difference.relative, gain=pair.difference.gain,
+            detail=pair.difference.detail, problem=pair.difference.problem,
+        )
+        for pair in worst
+        if pair.difference.relative > 0.0
+    ]  # fmt: skip
+
+
+def _finding(finding: Finding | None) -> dict | None:
+    return None if finding is None else _finite(asdict(finding))
+
+
+def _finite(data: dict) -> dict:
+    """JSON has no infinity: text instead."""
+    return {k: (str(v) if isinstance(v, float) and not math.isfinite(v) else v) for k, v in data.items()}
+
+
+def save_noise(model: NoiseModel, path: Path) -> None:
+    """Write a calibration."""
+    from alignment.files import write_json
+
+    write_json(path, model.to_dict())
+
+
+def load_noise(paths: Sequence[Path]) -> NoiseModel:
+    """Read calibrations into one model.
+
+    Raises:
+        InputError: a file is missing or none.
+    """
+    model = NoiseModel()
+    for path in paths:
+        try:
+            model.add(NoiseModel.from_dict(json.loads(Path(path).read_text(encoding="utf-8"))))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                "no calibration", where=path, expected="a file of 'alignment compare A B --save-noise FILE'", found=error
+            ) from error
+    return model

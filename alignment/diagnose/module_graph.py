@@ -1,0 +1,383 @@
+"""What was computed from what: the captured modules of one pass as edges from sources to a result.
+
+A capture says which tensors went into a module and came out of it, and in which order modules finished. That is enough
+to know, for every tensor, what it was computed from at most:
+
+* the outputs of a module without captured children come from its inputs and parameters (kind ``own``);
+* the inputs of a child come from the inputs of its parent and the outputs of the children that finished before it, by
+  code of the *parent* (kind ``glue``): rotation, softmax, residual sums and whatever else is no module of its own;
+* so do the outputs of a parent, from its inputs and all its children;
+* gradients run the same way backwards, and depend on what the forward pass saved as well;
+* a gradient that comes from nowhere in the capture comes from the loss (kind ``loss``).
+
+A tensor that is bit for bit a source of it on the golden side (a pass-through, a view) is kind ``copy``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from alignment.diagnose.difference import Difference
+
+LOSS = "loss"
+"""The name of what is between the outputs of the model and the first gradient."""
+
+
+@dataclass(slots=True)
+class Pair:
+    """One tensor on both sides. ``position`` is filled by the walk, the rest by pairing.
+
+    Attributes:
+        owner: dotted path of the module it belongs to; of a parameter or an attribute, the module that holds it.
+        name: last part of a parameter's or attribute's name, else "".
+        dtype: the coarser of the two.
+        same_dtype: whether both sides stored it alike.
+        discrete: integers or booleans: indices, ids, masks.
+        identity: what tells whether two rows of golden hold the same values, or None.
+    """
+
+    owner: str
+    class_name: str
+    kind: str
+    direction: str
+    call: int
+    role: str
+    path: str
+    order: int
+    dtype: str
+    shape: tuple[int, ...]
+    difference: Difference
+    discrete: bool = False
+    name: str = ""
+    identity: tuple | None = None
+    unordered: bool = False
+    by_statistics: Difference | None = None
+    same_dtype: bool = True
+
+    @property
+    def quantity(self) -> str:
+        """What the tensor is, for people."""
+        if self.kind == "parameter":
+            return f"parameter {self.name}"
+        if self.kind == "parameter_gradient":
+            return f"gradient of {self.name}"
+        if self.kind == "value":
+            return f"value {self.name}"
+        flow = {"input": "in", "output": "out"}[self.role]
+        return f"{'gradient ' if self.direction == 'backward' else ''}{flow} {self.path}"
+
+
+class Scope:
+    """What a result may have been computed from, summed up as it grows.
+
+    Attributes:
+        error: largest relative difference of a source.
+        tainted: whether a source was already found to diverge.
+        unusable: a source holds NaN, or could not be compared.
+        moved: a source is an index that changed, so rows of what follows may be other rows.
+    """
+
+    __slots__ = ("copies", "empty", "error", "moved", "tainted", "unusable")
+
+    def __init__(self) -> None:
+        self.error = 0.0
+        self.tainted = self.unusable = self.moved = False
+        self.empty = True
+        self.copies: dict[tuple, Pair] = {}
+
+    def add(self, pair: Pair, tainted: bool) -> None:
+        """Let what comes after depend on ``pair``."""
+        self.empty = False
+        error = pair.difference.relative
+        if error > self.error:
+            self.error = error if math.isfinite(error) else max(self.error, 1.0)
+        self.tainted |= tainted
+        self.unusable |= not math.isfinite(error)
+        self.moved |= pair.discrete and error > 0.0
+        if pair.identity is not None:
+            self.copies.setdefault(pair.identity, pair)
+
+    def join(self, other: Scope) -> None:
+        """Let what comes after depend on all that ``other`` holds, copies excepted."""
+        self.error = max(self.error, other.error)
+        self.tainted |= other.tainted
+        self.unusable |= other.unusable
+        self.moved |= other.moved
+        self.empty &= other.empty
+
+
+@dataclass(slots=True)
+class Edge:
+    """One result, what it was computed from, and whose code computed it.
+
+    Attributes:
+        culprit: the module whose code is between sources and result, or :data:`LOSS`.
+        key: edges of one key compute the same kind of thing, in other layers or calls.
+        error: largest relative difference among the sources.
+        unordered: the result's rows were picked by an index that changed, so they may be in another order.
+        twin: the source that the result is a copy of, on the golden side.
+    """
+
+    kind: str
+    culprit: str
+    key: tuple[str, ...]
+    result: Pair
+    error: float
+    tainted: bool
+    unusable: bool
+    unordered: bool
+    position: int
+    twin: Pair | None = None
+
+
+@dataclass(slots=True)
+class Node:
+    """One call of one module in one direction."""
+
+    module: str
+    class_name: str
+    call: int
+    first: int
+    last: int
+    inputs: list[Pair] = field(default_factory=list)
+    outputs: list[Pair] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    parent: Node | None = None
+
+
+Judge = Callable[[Edge], bool]
+"""Takes an edge, answers whether its result diverges."""
+
+
+class ModuleGraph:
+    """The modules of one pass: nodes of both directions, parameters, attributes, values of the pipeline."""
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self.parameters: dict[str, list[Pair]] = {}
+        self.attributes: dict[str, list[Pair]] = {}
+        self.parameter_gradients: dict[str, list[Pair]] = {}
+        self.values: list[Pair] = []
+        nodes: dict[tuple[str, int, str], Node] = {}
+        for pair in pairs:
+            if pair.kind == "parameter":
+                self.parameters.setdefault(pair.owner, []).append(pair)
+            elif pair.kind == "parameter_gradient":
+                self.parameter_gradients.setdefault(pair.owner, []).append(pair)
+            elif pair.kind == "value":
+                if pair.owner:
+                    self.attributes.setdefault(pair.owner, []).append(pair)
+                else:
+                    self.values.append(pair)
+            else:
+                key = (pair.owner, pair.call, pair.direction)
+                node = nodes.get(key)
+                if node is None:
+                    node = nodes[key] = Node(pair.owner, pair.class_name, pair.call, pair.order, pair.order)
+                elif pair.order > node.last:
+                    node.last = pair.order
+                elif pair.order < node.first:
+                    node.first = pair.order
+                (node.inputs if pair.role == "input" else node.outputs).append(pair)
+        forward = {key[:2]: node for key, node in nodes.items() if key[2] == "forward"}
+        backward = {key[:2]: node for key, node in nodes.items() if key[2] == "backward"}
+        self.forward = _forward_tree(list(forward.values()))
+        self.backward = _backward_tree(backward, forward)
+
+    def walk(self, judge: Judge) -> None:
+        """Visit every edge in the order things were computed: forward, then backward, then gradients of parameters."""
+        _Walk(self, judge).run()
+
+
+def _forward_tree(nodes: list[Node]) -> list[Node]:
+    """Give every node its parent: the nearest captured ancestor by name that finished after it first."""
+    nodes.sort(key=lambda node: node.last)
+    by_module: dict[str, tuple[list[int], list[Node]]] = {}
+    for node in nodes:
+        orders, same = by_module.setdefault(node.module, ([], []))
+        orders.append(node.last)
+        same.append(node)
+    return _attach(nodes, lambda node: _enclosing(node, by_module))
+
+
+def _backward_tree(nodes: dict[tuple[str, int], Node], forward: dict[tuple[str, int], Node]) -> list[Node]:
+    """The tree of the forward pass, in the order in which gradients arrived; nodes without a forward one by name."""
+
+    def parent(node: Node) -> Node | None:
+        ran = forward.get((node.module, node.call))
+        if ran is not None:
+            above = ran.parent
+            while above is not None:
+                held = nodes.get((above.module, above.call))
+                if held is not None:
+                    return held
+                above = above.parent
+            return None
+        path = node.module
+        while path:
+            path = path.rpartition(".")[0]
+            held = nodes.get((path, node.call))
+            if held is not None:
+                return held
+        return None
+
+    return _attach(sorted(nodes.values(), key=lambda node: node.first), parent)
+
+
+def _attach(nodes: list[Node], parent_of: Callable[[Node], Node | None]) -> list[Node]:
+    top = []
+    for node in nodes:
+        node.parent = parent_of(node)
+        (top if node.parent is None else node.parent.children).append(node)
+    return top
+
+
+def _enclosing(node: Node, by_module: dict[str, tuple[list[int], list[Node]]]) -> Node | None:
+    path = node.module
+    while path:
+        path = path.rpartition(".")[0]
+        held = by_module.get(path)
+        if held is not None:
+            # a parent finishes in the step after its last child; one that never does was not running
+            at = bisect.bisect_right(held[0], node.last)
+            if at < len(held[0]):
+                return held[1][at]
+    return None
+
+
+class _Walk:
+    def __init__(self, graph: ModuleGraph, judge: Judge) -> None:
+        self.graph, self.judge = graph, judge
+        self.position = 0
+        self.seen_owners: set[str] = set()
+        self.forward_scopes: dict[str, Scope] = {}
+        self.last_forward = Scope()
+        self.flag: dict[int, bool] = {}
+        self.unordered: set[str] = set()
+        self.done: set[int] = set()
+
+    def run(self) -> None:
+        graph = self.graph
+        run_scope = Scope()
+        for pair in graph.values:
+            self._visit("value", "", ("value", pair.name), pair, run_scope)
+        for node in graph.forward:
+            self._forward(node, run_scope, "", "")
+            for pair in node.outputs:
+                run_scope.add(pair, self.flag[id(pair)])
+                self.last_forward.add(pair, self.flag[id(pair)])
+        for owner in [*graph.parameters, *graph.attributes]:
+            self._held(owner, Scope())
+        start = Scope()
+        for node in graph.backward:
+            self._backward(node, start, "", "")
+            for pair in node.outputs:
+                start.add(pair, self.flag[id(pair)])
+        for owner in graph.parameter_gradients:
+            self._parameter_gradients(owner, self.forward_scopes.get(owner, self.last_forward))
+
+    def _visit(
+        self, kind: str, culprit: str, key: tuple[str, ...], pair: Pair, scope: Scope, unordered: bool = False
+    ) -> None:
+        self.position += 1
+        twin = scope.copies.get(pair.identity) if pair.identity is not None else None
+        error, tainted = scope.error, scope.tainted
+        if twin is not None:
+            kind, error, tainted = "copy", twin.difference.relative, self.flag.get(id(twin), False)
+            unordered = twin.unordered
+        key = (kind, *key)
+        edge = Edge(kind, culprit, key, pair, error, tainted, scope.unusable, unordered, self.position, twin)
+        self.flag[id(pair)] = self.judge(edge)
+
+    def _held(self, owner: str, scope: Scope) -> None:
+        """Parameters and attributes of a module, once, before its first call."""
+        if owner not in self.seen_owners:
+            self.seen_owners.add(owner)
+            for pair in self.graph.attributes.get(owner, ()):
+                self._visit("attribute", owner, (pair.name,), pair, _NOTHING)
+            for pair in self.graph.parameters.get(owner, ()):
+                self._visit("parameter", owner, (pair.name,), pair, _NOTHING)
+        for held in (self.graph.attributes, self.graph.parameters):
+            for pair in held.get(owner, ()):
+                scope.add(pair, self.flag[id(pair)])
+
+    def _forward(self, node: Node, outer: Scope, culprit: str, parent_class: str) -> None:
+        relative = _relative(node.module, culprit)
+        kind = "input" if outer.empty and node.parent is None else "glue"
+        picked = outer.moved or culprit in self.unordered
+        for pair in node.inputs:
+            self._visit(kind, culprit, (parent_class, relative, pair.path), pair, outer, picked)
+        scope = Scope()
+        self._held(node.module, scope)
+        for pair in node.inputs:
+            scope.add(pair, self.flag[id(pair)])
+        unordered = any(pair.unordered for pair in node.inputs)
+        if unordered:
+            self.unordered.add(node.module)
+        last = _relative(node.module, "").rpartition(".")[2]
+        if node.children:
+            for child in node.children:
+                self._forward(child, scope, node.module, node.class_name)
+                for pair in child.outputs:
+                    scope.add(pair, self.flag[id(pair)])
+            for pair in node.outputs:
+                self._visit("glue", node.module, (node.class_name, last, "", pair.path), pair, scope, unordered)
+        else:
+            # indices first: what they pick goes into the other outputs
+            for pair in sorted(node.outputs, key=lambda pair: not pair.discrete):
+                self._visit("own", node.module, (node.class_name, last, pair.path), pair, scope, unordered)
+                if pair.discrete:
+                    scope.add(pair, self.flag[id(pair)])
+        saved = self.forward_scopes.setdefault(node.module, Scope())
+        saved.join(scope)
+        for pair in node.outputs:
+            saved.add(pair, self.flag[id(pair)])
+        saved.copies = {}
+
+    def _backward(self, node: Node, outer: Scope, culprit: str, parent_class: str) -> None:
+        relative = _relative(node.module, culprit)
+        unordered = node.module in self.unordered
+        around = Scope()
+        around.join(outer)
+        around.copies = outer.copies
+        around.join(self.last_forward if outer.empty else self.forward_scopes.get(culprit, _NOTHING))
+        for pair in node.inputs:
+            if outer.empty:
+                self._visit("loss", LOSS, (), pair, around)
+            else:
+                self._visit("gradient glue", culprit, (parent_class, relative, pair.path), pair, around, unordered)
+        scope = Scope()
+        for pair in node.inputs:
+            scope.add(pair, self.flag[id(pair)])
+        scope.join(self.forward_scopes.get(node.module, self.last_forward))
+        for child in node.children:
+            self._backward(child, scope, node.module, node.class_name)
+            for pair in child.outputs:
+                scope.add(pair, self.flag[id(pair)])
+        last = _relative(node.module, "").rpartition(".")[2]
+        kind = "gradient glue" if node.children else "gradient own"
+        for pair in node.outputs:
+            self._visit(kind, node.module, (node.class_name, last, "", pair.path), pair, scope, unordered)
+        for pair in self.graph.parameter_gradients.get(node.module, ()):
+            if id(pair) not in self.done:
+                self.done.add(id(pair))
+                self._visit("parameter gradient", node.module, (node.class_name, last, pair.name), pair, scope)
+        outer.empty = False
+        if not node.outputs:
+            outer.join(scope)
+
+    def _parameter_gradients(self, owner: str, scope: Scope) -> None:
+        for pair in self.graph.parameter_gradients[owner]:
+            if id(pair) not in self.done:
+                self._visit("parameter gradient", owner, ("", owner.rpartition(".")[2], pair.name), pair, scope)
+
+
+_NOTHING = Scope()
+
+
+def _relative(module: str, parent: str) -> str:
+    """The child's name in its parent, layer and expert numbers left out, so that layers share a key."""
+    inside = module[len(parent) + 1 :] if parent and module.startswith(parent + ".") else module
+    return ".".join("*" if part.isdigit() else part for part in inside.split("."))

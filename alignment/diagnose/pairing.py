@@ -1,0 +1,425 @@
+"""Which row of golden belongs to which row of the target, and how far apart the two are.
+
+Modules are paired by canonical name (the class is ignored), their calls by position within module and stage, their
+tensors by path. What does not fit in place is aligned: samples by content hash, micro batches by joining them, shards
+by summing their sketches, an extra call by what went into it. What has no partner is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from alignment.capture.record import Statistics, TensorRow
+from alignment.diagnose.difference import Difference, coarser, from_sketches, from_statistics, from_tensors
+from alignment.diagnose.module_graph import Pair
+from alignment.diagnose.names import FUSED, NameMap
+
+DISCRETE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpaired:
+    """What one side has and the other has not.
+
+    Attributes:
+        what: ``module``, ``call``, ``parameter`` or ``tensor``; a tensor beside paired ones of its call is a remark,
+            the rest a failure.
+        side: the side that has it.
+    """
+
+    what: str
+    side: str
+    name: str
+    detail: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether the comparison fails because of it."""
+        return self.what != "tensor"
+
+    def __str__(self) -> str:
+        other = "target" if self.side == "golden" else "golden"
+        return f"{self.what} {self.name} only in {self.side}, missing in {other}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass
+class Pairing:
+    """The pairs of one step, stage and rank, and what has no partner."""
+
+    pairs: list[Pair]
+    unpaired: list[Unpaired]
+    golden_rows: int = 0
+    target_rows: int = 0
+    classes: int = 0
+    other_classes: int = 0
+
+
+_Group = dict[int, list[TensorRow]]
+"""call → rows, of one module, kind and direction"""
+
+
+def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: NameMap) -> Pairing:
+    """Pair the rows of one step, stage and rank. Differences are taken here, one pair of tensors in memory at a time."""
+    first = _grouped(golden, names.golden)
+    second = _grouped(target, names.target)
+    _unfuse(first, second)
+    out = Pairing([], [])
+    for key, calls in first.items():
+        others = second.pop(key, None)
+        rows = sum(map(len, calls.values()))
+        out.golden_rows += rows
+        if others is None:
+            out.unpaired.append(_missing(key, calls, "golden"))
+            continue
+        out.target_rows += sum(map(len, others.values()))
+        _pair_calls(key, calls, others, out)
+    for key, calls in second.items():
+        out.target_rows += sum(map(len, calls.values()))
+        out.unpaired.append(_missing(key, calls, "target"))
+    return out
+
+
+def _grouped(rows: Iterable[TensorRow], name_of) -> dict[tuple[str, str, str], _Group]:
+    groups: dict[tuple[str, str, str], _Group] = {}
+    for row in rows:
+        name = name_of(row.parent) + "/" + row.module if row.kind in ("value", "operator") else name_of(row.module)
+        key = (name, row.kind, row.direction)
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = {}
+        call = group.get(row.call)
+        if call is None:
+            group[row.call] = [row]
+        else:
+            call.append(row)
+    return groups
+
+
+def _missing(key: tuple[str, str, str], calls: _Group, side: str) -> Unpaired:
+    name, kind, direction = key
+    row = next(iter(calls.values()))[0]
+    what = "parameter" if kind.startswith("parameter") else "tensor" if kind == "value" else "module"
+    detail = f"{row.class_name}, {len(calls)} calls" if row.class_name else kind
+    return Unpaired(what=what, side=side, name=name or "(root)", detail=f"{detail}, {direction}")
+
+
+def _pair_calls(key: tuple[str, str, str], golden: _Group, target: _Group, out: Pairing) -> None:
+    if len(golden) == len(target):
+        for (call, rows), others in zip(sorted(golden.items()), (o for _, o in sorted(target.items()))):
+            _pair_tensors(key, call, rows, others, out)
+        return
+    joined = _joined(golden), _joined(target)
+    if joined[0] is not None and joined[1] is not None and _samples(joined[0]) == _samples(joined[1]):
+        _pair_tensors(key, 0, joined[0], joined[1], out)
+        return
+    first, second = sorted(golden.items()), sorted(target.items())
+    matched = _align([rows for _, rows in first], [rows for _, rows in second])
+    for i, j in matched:
+        _pair_tensors(key, first[i][0], first[i][1], second[j][1], out)
+    for side, calls, used in (("golden", first, {i for i, _ in matched}), ("target", second, {j for _, j in matched})):
+        for place, (call, _) in enumerate(calls):
+            if place not in used:
+                detail = f"{key[2]}, called {len(golden)} times in golden, {len(target)} in the target"
+                out.unpaired.append(Unpaired(what="call", side=side, name=f"{key[0] or '(root)'} #{call}", detail=detail))
+
+
+def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[TensorRow], out: Pairing) -> None:
+    if key[1] == "module" and golden[0].class_name:
+        out.classes += 1
+        out.other_classes += golden[0].class_name != target[0].class_name
+    if len(golden) == 1 == len(target) and golden[0].path == target[0].path:
+        out.pairs.append(pair_of(key[0], call, golden[0], target[0]))
+        return
+    others = {(row.role, row.path): row for row in target}
+    left: list[TensorRow] = []
+    for row in golden:
+        partner = others.pop((row.role, row.path), None)
+        if partner is None:
+            left.append(row)
+        else:
+            out.pairs.append(pair_of(key[0], call, row, partner))
+    spare = list(others.values())
+    for row in left:
+        # another signature: the same tensor under another name
+        partner = next((o for o in spare if o.role == row.role and o.shape == row.shape and _alike(o, row)), None)
+        if partner is None:
+            partner = next((o for o in spare if o.role == row.role and math.prod(o.shape) == math.prod(row.shape) and _alike(o, row)), None)
+        if partner is None:
+            out.unpaired.append(Unpaired(what="tensor", side="golden", name=f"{key[0]} {row.role} {row.path}"))
+        else:
+            spare.remove(partner)
+            out.pairs.append(pair_of(key[0], call, row, partner))
+    for row in spare:
+        out.unpaired.append(Unpaired(what="tensor", side="target", name=f"{key[0]} {row.role} {row.path}"))
+
+
+def _alike(first: TensorRow, second: TensorRow) -> bool:
+    return (first.dtype in DISCRETE) == (second.dtype in DISCRETE)
+
+
+def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pair:
+    """The pair of two rows with their difference."""
+    kind = golden.kind
+    owner, name = module, ""
+    if kind == "parameter" or kind == "parameter_gradient":
+        owner, _, name = module.rpartition(".")
+    elif kind == "value":
+        owner, _, name = module.partition("/")
+    a, b = golden.statistics, target.statistics
+    discrete = golden.dtype in DISCRETE
+    difference = difference_of(golden, target, discrete)
+    by_statistics = identity = None
+    if a is not None and b is not None:
+        if difference.detail != "statistics":
+            by_statistics = _scaled(a, b)
+        if a.l2 > 0.0 and a.count > 1:
+            identity = (a.l2, a.mean, a.max, a.min, a.count)
+    return Pair(
+        owner, golden.class_name, kind, golden.direction, call, golden.role, golden.path, golden.order,
+        golden.dtype if golden.dtype == target.dtype else coarser(golden.dtype, target.dtype),
+        golden.shape, difference, discrete, name, identity, False, by_statistics, golden.dtype == target.dtype,
+    )  # fmt: skip
+
+
+def _scaled(golden: Statistics, target: Statistics) -> Difference:
+    """A comparison per element for tensors of unequal row counts: root mean square and mean, and the missing rows."""
+    if golden.count == target.count:
+        return from_statistics(golden, target)
+    if not golden.count or not target.count or golden.l2 == 0.0:
+        return Difference(1.0, detail="statistics")
+    size = golden.l2 / math.sqrt(golden.count)
+    gain = target.l2 / math.sqrt(target.count) / size - 1.0
+    share = abs(golden.count - target.count) / max(golden.count, target.count)
+    return Difference(max(abs(gain), math.sqrt(share)), gain, (target.mean - golden.mean) / size, detail="statistics")
+
+
+def difference_of(golden: TensorRow, target: TensorRow, discrete: bool = False) -> Difference:
+    """The difference of two rows by the finest detail both hold."""
+    a, b = golden.statistics, target.statistics
+    if a is not None and b is not None:
+        if a.nan_count != b.nan_count or a.inf_count != b.inf_count:
+            found = f"{b.nan_count} NaN and {b.inf_count} infinite elements, golden has {a.nan_count} and {a.inf_count}"
+            return Difference(math.inf, problem=found)
+        if a.nan_count == a.count and a.count:
+            return Difference(math.inf, problem="golden holds nothing but NaN")
+    if golden.keys is not None and target.keys is not None and golden.keys != target.keys:
+        return _by_keys(golden, target)
+    if golden.shape != target.shape and math.prod(golden.shape) != math.prod(target.shape):
+        return Difference(math.inf, problem=f"shape {list(target.shape)}, golden has {list(golden.shape)}")
+    if golden.load_tensor is not None and target.load_tensor is not None:
+        return _from_tensors(golden, target)
+    if golden.load_sketch is not None and target.load_sketch is not None:
+        first, second = golden.sketch(), target.sketch()
+        if first.shape == second.shape:
+            found = from_sketches(first, second, a, b)
+            return _of_choices(found, a, b) if discrete else found
+    if a is not None and b is not None:
+        found = from_statistics(a, b)
+        return _of_choices(found, a, b) if discrete else found
+    return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
+
+
+def _of_choices(found: Difference, golden: Statistics | None, target: Statistics | None) -> Difference:
+    """Indices that only changed places have equal statistics; the others count by how many moved.
+
+    A moved index is off by √2 standard deviations of a uniform choice, so ‖t − g‖²/‖g‖² is half of twice the share of
+    moved ones for indices from 0: (n/6) / (n/3) per element.
+    """
+    found.relative *= 2.0
+    found.gain = found.bias = 0.0
+    if golden is not None and target is not None and _same_values(golden, target):
+        found.relative = 0.0
+    return found
+
+
+def _same_values(a: Statistics, b: Statistics) -> bool:
+    return (a.max, a.min, a.count) == (b.max, b.min, b.count) and a.mean == b.mean and a.l2 == b.l2
+
+
+def _from_tensors(golden: TensorRow, target: TensorRow) -> Difference:
+    first, second = golden.tensor(), target.tensor()
+    if first.size != second.size:
+        return Difference(math.inf, detail="tensor", problem=f"shape {list(second.shape)}, golden has {list(first.shape)}")
+    if first.shape != golden.shape and first.size != math.prod(golden.shape):
+        return Difference(math.inf, detail="tensor", problem=f"golden's file holds {list(first.shape)} for {list(golden.shape)}")
+    return from_tensors(first.reshape(-1), second.reshape(-1))
+
+
+def _by_keys(golden: TensorRow, target: TensorRow) -> Difference:
+    """Samples in another order, or some of them missing: by content hash."""
+    places = {key: i for i, key in enumerate(target.keys)}
+    common = [(i, places[key]) for i, key in enumerate(golden.keys) if key in places]
+    lost = len(golden.keys) - len(common)
+    if lost or len(golden.keys) != len(target.keys):
+        found = f"{lost} of {len(golden.keys)} samples missing, {len(target.keys) - len(common)} others instead"
+        return Difference(math.inf, problem=found)
+    mine, theirs = [i for i, _ in common], [j for _, j in common]
+    if golden.load_tensor is not None and target.load_tensor is not None:
+        first, second = golden.tensor(), target.tensor()
+        n = len(golden.keys)
+        if n and first.shape[0] == n == second.shape[0]:
+            return from_tensors(first[mine], second[theirs])
+    if golden.load_sketch is not None and target.load_sketch is not None:
+        first, second = golden.sketch(), target.sketch()
+        if first.ndim == second.ndim == 2 and first.shape[1] == second.shape[1]:
+            return from_sketches(first[mine], second[theirs], golden.statistics, target.statistics)
+    if golden.statistics is not None and target.statistics is not None:
+        return from_statistics(golden.statistics, target.statistics)
+    return Difference(math.inf, problem="samples are in another order, and nothing per sample was recorded")
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+def _samples(rows: Sequence[TensorRow]) -> int:
+    return sum(row.shape[0] for row in rows if row.shape)
+
+
+def _joined(calls: _Group) -> list[TensorRow] | None:
+    """The calls of one module as one: micro batches joined along their leading dimension; None where they do not fit."""
+    groups: dict[tuple[str, str], list[TensorRow]] = {}
+    for _, rows in sorted(calls.items()):
+        for row in rows:
+            groups.setdefault((row.role, row.path), []).append(row)
+    out = []
+    for rows in groups.values():
+        if len(rows) != len(calls) or any(not row.shape or row.shape[1:] != rows[0].shape[1:] for row in rows):
+            return None
+        out.append(rows[0] if len(rows) == 1 else join(rows))
+    return out
+
+
+def join(rows: Sequence[TensorRow]) -> TensorRow:
+    """One row for rows that follow one another along the leading dimension."""
+    keys = [key for row in rows for key in row.keys] if all(row.keys is not None for row in rows) else None
+    per_sample = keys is not None and all(row.load_sketch is not None for row in rows)
+
+    def sketch() -> np.ndarray:
+        return np.concatenate([np.atleast_2d(row.sketch()) for row in rows])
+
+    def tensor() -> np.ndarray:
+        return np.concatenate([row.tensor() for row in rows])
+
+    return replace(
+        rows[0],
+        shape=(sum(row.shape[0] for row in rows), *rows[0].shape[1:]),
+        statistics=merged(rows),
+        keys=tuple(keys) if keys is not None else None,
+        load_sketch=sketch if per_sample else None,
+        load_tensor=tensor if all(row.load_tensor is not None for row in rows) else None,
+    )
+
+
+def merged(rows: Sequence[TensorRow]) -> Statistics | None:
+    """Statistics of the rows together."""
+    parts = [row.statistics for row in rows]
+    if any(part is None for part in parts):
+        return None
+    finite = [part.count - part.nan_count - part.inf_count for part in parts]
+    total = sum(finite)
+    return Statistics(
+        max=max(part.max for part in parts),
+        min=min(part.min for part in parts),
+        mean=math.fsum(part.mean * n for part, n in zip(parts, finite)) / total if total else 0.0,
+        l2=math.hypot(*(part.l2 for part in parts)),
+        nan_count=sum(part.nan_count for part in parts),
+        inf_count=sum(part.inf_count for part in parts),
+        count=sum(part.count for part in parts),
+    )
+
+
+def _align(golden: Sequence[list[TensorRow]], target: Sequence[list[TensorRow]]) -> list[tuple[int, int]]:
+    """Calls in order with the least total difference of what went in; the longer side leaves some out.
+
+    Needleman and Wunsch 1970, with a free gap on the longer side only.
+    """
+    if len(golden) > len(target):
+        return [(i, j) for j, i in _align(target, golden)]
+    n, m = len(golden), len(target)
+    if not n:
+        return []
+    best = np.full((n + 1, m + 1), np.inf)
+    best[0, :] = 0.0
+    for i in range(1, n + 1):
+        for j in range(i, m - n + i + 1):
+            best[i, j] = min(best[i, j - 1], best[i - 1, j - 1] + _distance(golden[i - 1], target[j - 1]))
+    out, i, j = [], n, m
+    while i:
+        if best[i, j] == best[i, j - 1]:
+            j -= 1
+        else:
+            out.append((i - 1, j - 1))
+            i, j = i - 1, j - 1
+    return out[::-1]
+
+
+def _distance(golden: Sequence[TensorRow], target: Sequence[TensorRow]) -> float:
+    others = {(row.role, row.path): row for row in target}
+    total = 0.0
+    for row in golden:
+        partner = others.get((row.role, row.path))
+        if partner is None or partner.shape != row.shape:
+            total += 2.0
+        elif row.statistics is not None and partner.statistics is not None:
+            total += min(2.0, from_statistics(row.statistics, partner.statistics).relative)
+    return total
+
+
+# --- fused layers -------------------------------------------------------------------------------------------------
+
+
+def _unfuse(first: dict, second: dict) -> None:
+    """Give the side that names the parts of a fused layer a joined row, so that both have the fused one."""
+    for fused, parts in FUSED.items():
+        for whole, apart in ((first, second), (second, first)):
+            for key in [key for key in whole if _last_module(key).endswith(fused) and key not in apart]:
+                name, kind, direction = key
+                head, leaf = (name.rsplit(".", 1)) if kind.startswith("parameter") else (name, "")
+                prefix = head[: -len(fused)]
+                keys = [(prefix + part + ("." + leaf if leaf else ""), kind, direction) for part in parts]
+                if all(k in apart for k in keys):
+                    groups = [apart.pop(k) for k in keys]
+                    apart[key] = _joined_parts(groups, kind)
+
+
+def _last_module(key: tuple[str, str, str]) -> str:
+    return key[0].rpartition(".")[0] if key[1].startswith("parameter") else key[0]
+
+
+def _joined_parts(groups: Sequence[_Group], kind: str) -> _Group:
+    """Per call: the inputs of the first part, and the outputs (or rows of the weight) of all parts in turn."""
+    out: _Group = {}
+    for call, rows in groups[0].items():
+        parts = [group.get(call, []) for group in groups]
+        forward = rows[0].direction == "forward"
+        shared = "input" if forward else "output"
+        kept = [] if kind.startswith("parameter") else [row for row in rows if row.role == shared]
+        if not forward and kept:
+            # the gradient of the common input is the sum over the parts, which only the fused side has
+            kept = []
+        fan = [[row for row in part if kind.startswith("parameter") or row.role != shared] for part in parts]
+        for together in zip(*fan):
+            kept.append(_side_by_side(together, axis=0 if kind.startswith("parameter") else -1))
+        out[call] = kept
+    return out
+
+
+def _side_by_side(rows: Sequence[TensorRow], axis: int) -> TensorRow:
+    shape = list(rows[0].shape)
+    shape[axis] = sum(row.shape[axis] for row in rows)
+
+    def tensor() -> np.ndarray:
+        return np.concatenate([row.tensor() for row in rows], axis=axis)
+
+    return replace(
+        rows[0],
+        shape=tuple(shape),
+        statistics=merged(rows),
+        keys=None,
+        load_sketch=None,
+        load_tensor=tensor if all(row.load_tensor is not None for row in rows) else None,
+    )

@@ -1,0 +1,88 @@
+"""Ranks that hold parts of a tensor, put together before they are compared with the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from alignment.capture.record import TensorRow
+from alignment.diagnose.pairing import merged
+from alignment.errors import InputError
+
+
+def whole_rows(ranks: Sequence[Sequence[TensorRow]], *, where: object) -> list[TensorRow]:
+    """The rows of one rank, every sharded tensor completed from the other ranks.
+
+    Sketches of shards add up to the sketch of the whole, tensors are joined along the dimension that is cut, statistics
+    merge. A tensor that no shard information says to be cut is taken from the first rank that has it; samples that are
+    spread over ranks are told apart by their keys and joined.
+
+    Raises:
+        InputError: shards do not fill the whole.
+    """
+    if len(ranks) == 1 and not any(row.shard for row in ranks[0]):
+        return list(ranks[0])
+    groups: dict[tuple, list[TensorRow]] = {}
+    for rows in ranks:
+        for row in rows:
+            key = (row.module, row.kind, row.direction, row.call, row.role, row.path, row.parent)
+            groups.setdefault(key, []).append(row)
+    return [_whole(rows, where) for rows in groups.values()]
+
+
+def _whole(rows: list[TensorRow], where: object) -> TensorRow:
+    first = rows[0]
+    if first.shard is None:
+        keyed = [row for row in rows if row.keys is not None]
+        if len(keyed) > 1 and len({key for row in keyed for key in row.keys}) > len(first.keys or ()):
+            return _spread_samples(keyed)
+        return first
+    parts = {row.shard.start: row for row in rows if row.shard is not None}
+    ordered = [parts[start] for start in sorted(parts)]
+    at = 0
+    for row in ordered:
+        if row.shard.start != at:
+            break
+        at += row.shard.length
+    if at != first.shard.whole:
+        raise InputError(
+            "the ranks do not hold the whole tensor",
+            where=f"{where}: {first.module} {first.path}",
+            expected=f"{first.shard.whole} elements along dimension {first.shard.dim}",
+            found=", ".join(f"{r.shard.start}…{r.shard.start + r.shard.length}" for r in ordered),
+            next_step="add the captures of the missing ranks to the folder",
+        )
+    dim = first.shard.dim
+    shape = list(first.shape)
+    shape[dim] = first.shard.whole
+
+    def sketch() -> np.ndarray:
+        return np.sum([row.sketch() for row in ordered], axis=0, dtype=np.float32)
+
+    def tensor() -> np.ndarray:
+        return np.concatenate([row.tensor() for row in ordered], axis=dim)
+
+    return replace(
+        first,
+        shape=tuple(shape),
+        shard=None,
+        statistics=merged(ordered),
+        load_sketch=sketch if all(row.load_sketch is not None for row in ordered) else None,
+        load_tensor=tensor if all(row.load_tensor is not None for row in ordered) else None,
+    )
+
+
+def _spread_samples(rows: list[TensorRow]) -> TensorRow:
+    """Data parallel ranks: each sample once, in the order of the ranks."""
+    from alignment.diagnose.pairing import join
+
+    seen: set[str] = set()
+    fresh = []
+    for row in rows:
+        if not seen.intersection(row.keys):
+            fresh.append(row)
+            seen.update(row.keys)
+    return join(fresh) if all(row.shape and math.prod(row.shape) for row in fresh) else fresh[0]
