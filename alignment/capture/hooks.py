@@ -80,6 +80,7 @@ class ModuleHooks:
         self._recomputed: dict[str, int] = {}
         self._model_calls = 0
         self._taken = True
+        self._pace: HookedModule | None = None
         self._seen_parameters: set[int] = set()
         self.spans: list[int] = []
         """Where in the order of the graph's nodes another module begins to run; :attr:`owners` has its name."""
@@ -137,6 +138,19 @@ class ModuleHooks:
         """The module that is running."""
         return self._stack[-1].hooked if self._stack else None
 
+    def _begins_pass(self, hooked: HookedModule, root: bool) -> bool:
+        """Whether a pass through the model begins: with its own call or, where it is entered by another method than
+        ``forward`` (an engine's prefill and decode), with the first module that runs in every pass.
+        """
+        if root:
+            self._pace = hooked
+            return True
+        if self._stack:
+            return False
+        if self._pace is None:
+            self._pace = hooked
+        return hooked is self._pace
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def _before(self, hooked: HookedModule, taken: bool, root: bool) -> Callable:
@@ -146,7 +160,7 @@ class ModuleHooks:
                 return
             with record.own_work():
                 recomputing = torch._C._current_graph_task_id() != -1
-                if root and not recomputing:
+                if not recomputing and self._begins_pass(hooked, root):
                     self._stack.clear()
                     call = self._model_calls
                     self._model_calls += 1

@@ -23,7 +23,7 @@ from alignment.rl.config import COLLECTOR_KEY, DEVICE_ONLY_FIELDS, SkipConfig, T
 from alignment.rl.data import PromptSet, from_parquet
 from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
 from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
-from alignment.rl.observers import ObserverSpec, named_object
+from alignment.rl.observers import ObserverSpec, driver_observers, named_object
 from alignment.rl.tokenizer import Tokenizer
 from alignment.rl.tracking import GROUPS, METRICS, Tracker, read_series
 from alignment.rl.trainer import DapoTrainer, Progress, resume_fingerprint, total_steps
@@ -125,7 +125,9 @@ def run_dapo(
     )
     if isinstance(executor, str):
         executor = make_executor(executor, worker_setup=worker_setup)
+    watching = contextlib.ExitStack()
     try:
+        watchers = [watching.enter_context(contextlib.closing(w)) for w in driver_observers(setting.observers)]
         groups = executor.start(setting, placement(config))
         about = groups["actor"].call("describe")
         trainer = DapoTrainer(
@@ -138,6 +140,7 @@ def run_dapo(
             generates=generates,
             fingerprint=fingerprint,
             progress=progress,
+            observers=watchers,
         )
         if state:
             trainer.resume(found, state)
@@ -162,7 +165,10 @@ def run_dapo(
         with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
             trainer.fit(tracker)
     finally:
+        watching.close()
         executor.shutdown()
+        if collector is not None:
+            collector.end()
     return read_run(run_dir)
 
 

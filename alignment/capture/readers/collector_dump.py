@@ -6,8 +6,8 @@
     <dump_path>/data/<key>/step<S>/rank<R>/[micro_step<M>/]<name><i>.npy and .json
 
 All spellings of ``<name><i>`` in use are read: ``responses0``, ``response0``, ``responses.0`` (a list that msprobe
-saved) and ``responses`` (a single tensor); the statistics are in a ``.json`` beside the ``.npy`` of the same name, or together
-in ``<key>.json``.
+saved) and ``responses`` (a single tensor); the statistics are in a ``.json`` beside the ``.npy`` of the same name, or
+together in ``<key>.json``.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class CollectorDump:
             array = read_npy(datum.path)
             yield TensorRow(
                 module=datum.key, class_name="", kind="value", direction="forward", call=datum.micro_step,
-                role="output", path=str(datum.index) if datum.index else "", order=order, parent="", dtype=array.dtype,
-                shape=array.shape, statistics=_statistics(datum, array), load_tensor=array.load,
+                role="output", path=f"{datum.key}.{datum.index}" if datum.index else datum.key, order=order, parent="",
+                dtype=array.dtype, shape=array.shape, statistics=_statistics(datum, array), load_tensor=array.load,
             )  # fmt: skip
 
 

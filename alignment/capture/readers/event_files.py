@@ -1,8 +1,8 @@
 """TensorBoard event files: the scalars of a run as curves, without TensorFlow or TensorBoard.
 
 The format is TFRecord (length, masked CRC-32C of the length, data, masked CRC-32C of the data) around ``Event``
-messages in protocol buffers; of these the scalars are kept, whether written as ``simple_value`` or as a tensor of one float.
-A torn last record, as a killed writer leaves it, ends the file; damage anywhere before is an error.
+messages in protocol buffers; of these the scalars are kept, whether written as ``simple_value`` or as a tensor
+of one float. A torn last record, as a killed writer leaves it, ends the file; damage anywhere before is an error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class EventFiles:
                 value = curve[step]
                 finite = value if math.isfinite(value) else 0.0
                 yield TensorRow(
-                    module=tag, class_name="", kind="value", direction="forward", call=0, role="output", path="",
+                    module=tag, class_name="", kind="value", direction="forward", call=0, role="output", path=tag,
                     order=order, parent="", dtype="float32", shape=(),
                     statistics=Statistics(
                         max=finite, min=finite, mean=finite, l2=abs(finite), nan_count=int(math.isnan(value)),

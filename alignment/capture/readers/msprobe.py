@@ -1,5 +1,5 @@
-"""msprobe dumps of PyTorch: ``[step<N>/]{rank<R>,proc<PID>}/`` with ``dump.json``, ``construct.json``, ``stack.json`` and
-``dump_tensor_data``.
+"""msprobe dumps of PyTorch: ``[step<N>/]{rank<R>,proc<PID>}/`` with ``dump.json``, ``construct.json``, ``stack.json``
+and ``dump_tensor_data``.
 
 Levels L0, L1 and mix, tasks ``statistics`` and ``tensor`` (the files it writes are those of ``mindstudio-probe`` 26.2).
 ``dump.json`` is streamed, one call at a time; tensors are read when a row is asked for them. torch is not imported.
@@ -11,7 +11,7 @@ How a dump maps onto rows:
 * ``Module.….backward.<n>``: ``input`` are the gradients of the outputs, ``output`` those of the inputs.
 * ``parameters`` and ``parameters_grad`` are rows of their own, named by the parameter.
 * ``Functional.linear.<n>.forward`` and the like are operators. Python numbers among the arguments are rows of shape ()
-  whose dtype is ``python int``, ``python float`` or ``python bool``: a wrong scale or k shows in them.
+  whose dtype is ``int``, ``float`` or ``bool``: a wrong scale or k shows in them.
 * msprobe writes no mean and norm of integers: they are NaN. It keeps no counts of NaN and Inf: one is counted where a
   maximum or minimum is not finite.
 """
@@ -156,7 +156,6 @@ class _Dump:
                     )
                 continue
             found = True
-            self._order += 1
             yield from self._call(name, value)
         # An empty "data" is a dump of nothing and fine; one without it was not written by msprobe.
         if not found and "data" not in _top_level(self.path):
@@ -180,7 +179,7 @@ class _Dump:
 
     def _directed(self, name: str, match: re.Match, entry: dict, common: dict[str, Any]) -> Iterator[TensorRow]:
         call, direction = int(match["call"]), match["what"]
-        common = {**common, "direction": direction, "call": call, "order": self._order}
+        common = {**common, "direction": direction, "call": call}
         if direction == "forward":
             for i, value in enumerate(self._list(name, entry, "input_args")):
                 yield from self._values(f"{name}.input_args[{i}]", value, f"args.{i}", {**common, "role": "input"})
@@ -198,7 +197,7 @@ class _Dump:
             for key, value in parameters.items():
                 row = {**common, "kind": "parameter", "module": f"{common['module']}.{key}", "class_name": ""}
                 row |= {"role": "input", "parent": common["module"]}
-                yield from self._values(f"{name}.parameters.{key}", value, "", row)
+                yield from self._values(f"{name}.parameters.{key}", value, key, row)
         else:
             yield from self._outputs(name, entry, "input", {**common, "role": "input"})
             for i, value in enumerate(self._list(name, entry, "output")):
@@ -214,12 +213,12 @@ class _Dump:
         for parameter, value in entry.items():
             row = {
                 "kind": "parameter_gradient", "module": f"{match['path']}.{parameter}", "class_name": "",
-                "direction": "backward", "call": int(match["call"] or 0), "role": "output", "order": self._order,
+                "direction": "backward", "call": int(match["call"] or 0), "role": "output",
                 "parent": match["path"],
             }  # fmt: skip
             values = value if isinstance(value, list) else [value]
             for item in values:
-                yield from self._values(f"{name}.{parameter}", item, "", row)
+                yield from self._values(f"{name}.{parameter}", item, parameter, row)
 
     def _values(self, place: str, value: Any, path: str, row: dict[str, Any], depth: int = 0) -> Iterator[TensorRow]:
         if value is None:
@@ -258,8 +257,10 @@ class _Dump:
         load = None
         if value.get("data_name") is not None:
             load = self._loader(place, value["data_name"], dtype, shape)
+        self._order += 1
         return TensorRow(
             **row,
+            order=self._order,
             path=path,
             dtype=dtype,
             shape=shape,
@@ -300,7 +301,8 @@ class _Dump:
             mean=number if math.isfinite(number) else 0.0, l2=abs(number) if math.isfinite(number) else 0.0,
             nan_count=int(math.isnan(number)), inf_count=int(math.isinf(number)), count=1,
         )  # fmt: skip
-        return TensorRow(**row, path=path, dtype=f"python {kind}", shape=(), statistics=statistics)
+        self._order += 1
+        return TensorRow(**row, order=self._order, path=path, dtype=kind, shape=(), statistics=statistics)
 
     def _loader(self, place: str, name: Any, dtype: str, shape: tuple[int, ...]):
         where = f"{self.path}: data.{place}.data_name"

@@ -328,7 +328,7 @@ def _value_row(
             nan_count=int(np.isnan(wide).sum()), inf_count=int(np.isinf(wide).sum()), count=wide.size,
         )  # fmt: skip
     return TensorRow(
-        module=name, class_name="", kind="value", direction="forward", call=call, role="output", path="", order=order,
+        module=name, class_name="", kind="value", direction="forward", call=call, role="output", path=name, order=order,
         parent="", dtype=dtype, shape=tuple(shape), statistics=statistics, keys=keys, load_tensor=load,
     )  # fmt: skip
 

@@ -90,7 +90,7 @@ class TensorFolder:
                 module = ".".join(part for part in (prefix, name) if part)
                 yield TensorRow(
                     module=module or path.stem, class_name="", kind="value", direction="forward", call=0, role="output",
-                    path="", order=order, parent="", dtype=dtype, shape=shape, load_tensor=load,
+                    path=module or path.stem, order=order, parent="", dtype=dtype, shape=shape, load_tensor=load,
                 )  # fmt: skip
                 order += 1
 
