@@ -116,9 +116,19 @@ class GoldenTrainingEngine:
         return results
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, stage: str, parameter_grad_norms: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        *,
+        stage: str,
+        parameter_grad_norms: bool = False,
+        observe_gradients: Callable[[Iterator[tuple[str, torch.Tensor]]], None] | None = None,
     ) -> UpdateReport:
         """One optimizer step over one mini batch. See :class:`~alignment.backends.training.TrainingEngine`.
+
+        Args:
+            observe_gradients: gets the gradient of every parameter, summed over micro batches and ranks, before
+                clipping.
 
         Raises:
             InputError: the outputs or the gradient are not finite (the weights are then left as they were).
@@ -148,6 +158,8 @@ class GoldenTrainingEngine:
             raise InputError(
                 "the gradient is not finite", where=f"{stage} · {name}", expected="finite", found=grad_norm
             )
+        if observe_gradients:
+            observe_gradients(iter(gradients.items()))
         learning_rate = self.optimizer.learning_rate(self.updates)
         self._step(gradients, grad_norm, learning_rate)
         return UpdateReport(

@@ -77,6 +77,7 @@ class Capture:
         *,
         piece: str = "",
         modules: bool = True,
+        summed_gradients: bool = False,
     ) -> Iterator[StageRecord | None]:
         """Captures what the models compute inside, if step, stage and rank were asked for.
 
@@ -84,7 +85,9 @@ class Capture:
             step, stage: names of the folder.
             models: a model, or several by the prefix of their modules' names.
             piece: a name where two processes of one rank write one stage; counted by default.
-            modules: False to take only what is handed in by :meth:`values`.
+            modules: False to take only what is handed to :func:`record_values`.
+            summed_gradients: whether someone else hands in the gradients of parameters, so that each backward pass's
+                share is left out.
 
         Yields:
             The record, or None where nothing is captured.
@@ -113,7 +116,8 @@ class Capture:
             calls=self._calls.setdefault(stage, {}),
             parameters=self._parameters.setdefault(stage, {}),
         )
-        if config.detail == "tensor":
+        record.keeps = config.detail == "tensor"
+        if record.keeps:
             record.reducer.keep_with(record.keep)
         generation = (config.token_start, config.token_end) if stage == "rollout" else None
         models = {"": models} if isinstance(models, nn.Module) else models
@@ -124,7 +128,8 @@ class Capture:
                 prefix=prefix,
                 backward=config.backward,
                 parameters=config.parameters,
-                parameter_gradients=config.parameter_gradients,
+                # The pipeline's engines show the sums over micro batches and ranks; see the pipeline's observer.
+                parameter_gradients=config.parameter_gradients and not summed_gradients,
                 takes=config.takes_module,
                 tokens=generation,
                 modules=config.level != "L1",
@@ -233,23 +238,29 @@ def capture(
         session.close()
 
 
-def record_values(record: StageRecord, values: Mapping[str, Tensor], *, role: str = "output") -> None:
-    """Adds named fields of the pipeline as rows of kind ``value``, with their tensors and, where there are token ids,
-    the keys of their samples."""
-    ids = values.get("input_ids")
-    keys = sample_keys(ids, values.get("attention_mask")) if ids is not None and ids.dim() == 2 else None
+def record_values(
+    record: StageRecord, values: Mapping[str, Tensor], *, role: str = "output", beside: Mapping[str, Tensor] | None = None
+) -> None:
+    """Adds named fields of the pipeline as rows of kind ``value``, with their tensors and the keys of their samples.
+
+    Args:
+        values: the fields.
+        role: whether the stage read them or added them.
+        beside: where ``input_ids`` and ``attention_mask`` are, by which samples are known; ``values`` by default.
+    """
+    ids = (beside or values).get("input_ids")
+    samples = None
+    if ids is not None and ids.dim() == 2:
+        keys = sample_keys(ids, (beside or values).get("attention_mask"))
+        samples = Samples(keys=keys, bounds=((0, 0),) * len(keys), shape=(len(keys), -1))
     with record.own_work():
-        before = record.set_samples(None)
-        if keys is not None:
-            record.set_samples(Samples(keys=keys, bounds=((0, 0),) * len(keys), shape=(len(keys), -1)))
-        by_sample, record.reducer.samples = record.reducer.samples, None
+        before = record.set_samples(samples)
+        record.reducer.samples = None
         for name, t in values.items():
-            if t.numel() * t.element_size() <= _LARGEST_VALUE:
-                record.reducer.keep_with(record.keep)
-            reduced = record.reduce(t, by_sample=False)
-            record.reducer.keep_with(None)
-            record.row(name, "", "value", "forward", 0, role, name, "", t, reduced)
-        record.reducer.samples = by_sample
+            record.reducer.keep_with(record.keep if t.numel() * t.element_size() <= _LARGEST_VALUE else None)
+            call = record.next_call(f"{role}\0{name}")
+            record.row(name, "", "value", "forward", call, role, name, "", t, record.reduce(t, by_sample=False))
+        record.reducer.keep_with(record.keep if record.keeps else None)
         record.set_samples(before)
 
 

@@ -55,6 +55,7 @@ class StageRecord:
         self._group_of: dict[tuple[str, ...], int] = {}
         self._group = -1
         self.samples: Samples | None = None
+        self.keeps = False
         self._busy = _Depth()
         self._kept: dict[str, tuple[str, tuple[int, ...], Tensor, Callable[[], None]]] = {}
         self._kept_bytes = self._kept_count = 0
@@ -142,6 +143,16 @@ class StageRecord:
         self._rows.append(
             (module, "", kind, direction, call, "input", path, parent, type(value).__name__, (), None, -1, reduced)
         )
+
+    def parameter_gradient(self, name: str, gradient: Tensor) -> None:
+        """Adds the gradient of a whole parameter, summed over micro batches and ranks; a call is an update."""
+        with self._busy:
+            parent, _, local = name.rpartition(".")
+            call = self.next_call(f"{name}\0gradient")
+            self.row(
+                name, "", "parameter_gradient", "backward", call, "output", local, parent, gradient,
+                self.reduce(gradient, by_sample=False),
+            )  # fmt: skip
 
     def keep(self, t: Tensor) -> str | None:
         """Copies a tensor to the host for the disk; answers with the name it will be found by."""

@@ -34,7 +34,11 @@ def dapo(
     fault: FaultOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says; engine=verl runs the verl trainer."""
+    """The training pipeline alone: DAPO, GRPO or PPO, as the configuration says; engine=verl runs the verl trainer.
+
+    capture.detail=sketch (or any other capture.* key) writes what the stages compute to the run's capture/ folder, for
+    ``alignment compare``.
+    """
     if verl.ENGINE in (overrides or ()):
         verl.dapo_with_verl(
             overrides,
@@ -46,6 +50,8 @@ def dapo(
             as_json=as_json,
         )
     from alignment.baseline.runs import torch_name
+    from alignment.capture.config import split_overrides
+    from alignment.capture.pipeline import capture_observer
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
     from alignment.report.run_directory import new_run_directory
@@ -53,10 +59,12 @@ def dapo(
     from alignment.rl.run import run_dapo
 
     faults, changes = faults_and_overrides(overrides, fault)
+    captures, changes = split_overrides(changes)
     settings = load_config(config, changes)
     chosen = find_device(settings.trainer.device if device == "auto" else device, emulate_npu)
     # A directory that is named may hold an earlier part of the same run: trainer.resume_mode decides what happens.
     directory = run_dir or new_run_directory(RUNS)
+    observers = [capture_observer(captures, directory)] if captures is not None else []
     console = console_on(as_json)
     with active(faults), one_thread(), training_progress(console, quiet=as_json) as progress:
         result = run_dapo(
@@ -66,6 +74,7 @@ def dapo(
             device=torch_name(chosen),
             progress=progress,
             worker_setup=WORKER_SETUP if executor == "ray" else None,
+            observers=observers,
         )
     if as_json:
         print(json.dumps({"run": str(result.directory), "metrics": result.metrics}, indent=1))

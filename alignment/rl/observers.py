@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ObserverSpec:
     """What makes an observer in whatever process a worker lives: ``module:function``, called with the worker and
-    ``argument``.
+    ``argument``. ``driver`` names the same for the driver, called with ``argument`` alone; "" for none.
     """
 
     factory: str
     argument: str = ""
+    driver: str = ""
 
 
 class StageObserver(Protocol):
@@ -39,6 +40,18 @@ class StageObserver(Protocol):
 
     def close(self) -> None:
         """The worker ends."""
+        ...
+
+
+class DriverObserver(Protocol):
+    """Told about the stages that the driver runs itself."""
+
+    def fields(self, step: int, stage: str, before: Batch | None, after: Batch) -> None:
+        """A stage has ended that read ``before`` (None: nothing that is a batch) and left ``after``."""
+        ...
+
+    def close(self) -> None:
+        """The run ends."""
         ...
 
 
@@ -58,6 +71,11 @@ def named_object(spec: str, *, where: str) -> Any:
 def make_observers(specs: Sequence[ObserverSpec], worker: Worker) -> tuple[StageObserver, ...]:
     """The observers of a worker, the first one outermost."""
     return tuple(named_object(spec.factory, where="observers")(worker, spec.argument) for spec in specs)
+
+
+def driver_observers(specs: Sequence[ObserverSpec]) -> tuple[DriverObserver, ...]:
+    """The observers of the driver."""
+    return tuple(named_object(spec.driver, where="observers")(spec.argument) for spec in specs if spec.driver)
 
 
 def observed(worker: Worker, stage: str, batch: Batch | None, proceed: Callable[[], Any]) -> Any:

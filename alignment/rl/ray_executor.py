@@ -34,6 +34,7 @@ FORWARDED = (
     "VLLM_",
 )
 _GRACE_SECONDS = 5.0
+_CLOSING_SECONDS = 60.0
 
 
 class Rank:
@@ -206,7 +207,7 @@ class RayExecutor:
     def __init__(self, *, worker_setup: str | None = None, address: str | None = None, debug: bool = False) -> None:
         self._worker_setup, self._address, self._debug = worker_setup, address, debug
         self._actors: list[Any] = []
-        self._connected = False
+        self._connected = self._watched = False
 
     def start(self, setting: WorkerSetting, placement: Placement) -> Mapping[str, WorkerGroup]:
         """See :class:`~alignment.rl.executor.Executor`. Workers of all groups are brought up at the same time.
@@ -218,6 +219,7 @@ class RayExecutor:
         self._connected = connect(address=self._address, debug=self._debug) or self._connected
         import ray
 
+        self._watched = bool(setting.observers)
         remote = ray.remote(Rank).options(
             num_cpus=0, max_restarts=0, runtime_env={"env_vars": worker_environment(placement)}
         )
@@ -253,6 +255,9 @@ class RayExecutor:
             return
         import ray
 
+        if self._watched and self._actors:
+            # Observers may still be writing; a rank that can no longer answer holds nobody up for long.
+            ray.wait([a.close.remote() for a in self._actors], num_returns=len(self._actors), timeout=_CLOSING_SECONDS)
         for actor in self._actors:
             ray.kill(actor)
         self._actors.clear()

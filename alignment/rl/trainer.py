@@ -30,6 +30,7 @@ from alignment.rl.metrics import (
     sampling_metrics,
 )
 from alignment.rl.mock_rollout import RecordedRollouts
+from alignment.rl.observers import DriverObserver
 from alignment.rl.tokenizer import Tokenizer
 
 GAP = "training/rollout_log_probs_abs_diff_mean"
@@ -50,6 +51,7 @@ class DapoTrainer(Driver):
         generates: whether the workers have an inference engine.
         fingerprint: what a checkpoint has to agree with when it is resumed, flat.
         progress: told about stages and steps.
+        observers: told about the stages that run here.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DapoTrainer(Driver):
         generates: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        observers: Sequence[DriverObserver] = (),
     ) -> None:
         super().__init__(
             config,
@@ -74,7 +77,7 @@ class DapoTrainer(Driver):
             generates=generates,
             progress=progress,
         )
-        self.tokenizer, self.recorded = tokenizer, recorded
+        self.tokenizer, self.recorded, self.observers = tokenizer, recorded, observers
         filtering, data = config.algorithm.filter_groups, config.data
         regenerates = filtering.enable and filtering.mode == "regenerate"
         self.sampler = PromptSampler(
@@ -146,6 +149,7 @@ class DapoTrainer(Driver):
             with self._timed("rollout"):
                 batch = self.recorded.load(self.step, attempt, batch)
             check("rollout", batch)
+            self._tell("rollout", None, batch)
         else:
             batch = self._stage("rollout", "rollout", batch)
             if self.recorded is not None:
@@ -173,11 +177,17 @@ class DapoTrainer(Driver):
         needed = ("old_log_probs", "ref_log_prob") if self.config.algorithm.use_kl_in_reward else ()
         check("advantage", batch, moment="before", require=needed + (("values",) if self.config.use_critic else ()))
         with self._timed("advantage"):
+            before = batch
             batch, metrics = compute_advantages(batch, self.config.algorithm, kl_coef=self.kl.value)
         check("advantage", batch)
+        self._tell("advantage", before, batch)
         if self.config.algorithm.use_kl_in_reward:
             self.kl.update(metrics["actor/reward_kl_penalty"], len(batch))
         return batch, metrics
+
+    def _tell(self, stage: str, before: Batch | None, after: Batch) -> None:
+        for observer in self.observers:
+            observer.fields(self.step, stage, before, after)
 
     def _update(self, role: str, batch: Batch) -> dict[str, float]:
         """Epochs over mini batches, one optimizer step each."""
