@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from alignment.cli import audit, baseline, checkpoint, checks, compare, environment, gkd, training, verl
+from alignment.cli import audit, baseline, bisect, checkpoint, checks, compare, environment, gkd, memory, training, verl
 from alignment.errors import InputError
 from alignment.numerics.verdict import USAGE
 
@@ -23,7 +23,9 @@ app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
 app.command("doctor")(environment.doctor)
 app.add_typer(baseline.baseline_app, name="baseline")
+app.add_typer(bisect.bisect_app, name="bisect")
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
+app.add_typer(memory.memory_app, name="memory")
 
 
 def main() -> None:
