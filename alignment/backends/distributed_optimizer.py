@@ -1,8 +1,8 @@
 """A distributed optimizer on simulated ranks: main weights in shards, buckets, loss scaling, chains and a scheduler.
 
-The design is Megatron-LM's ``DistributedOptimizer`` (Rajbhandari et al., *ZeRO*, arXiv:1910.02054, stage 1): gradients are
-reduced and scattered, every rank steps its shard of the main weights, and the stepped weights are gathered through the
-gradient buffers, bucket by bucket.
+The design is Megatron-LM's ``DistributedOptimizer`` (Rajbhandari et al., *ZeRO*, arXiv:1910.02054, stage 1):
+gradients are reduced and scattered, every rank steps its shard of the main weights, and the stepped weights are
+gathered through the gradient buffers, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepReport:
 
 
 class LossScaler:
-    """A dynamic loss scale: halved where a gradient overflows, doubled after ``window`` good steps (Micikevicius et al.,
-    *Mixed precision training*, arXiv:1710.03740)."""
+    """A dynamic loss scale: halved where a gradient overflows, doubled after ``window`` good steps (Micikevicius et
+    al., *Mixed precision training*, arXiv:1710.03740)."""
 
     def __init__(self, *, scale: float = 1.0, window: int = 0) -> None:
         self.scale, self.window, self.good_steps = scale, window, 0
@@ -209,9 +209,7 @@ class DistributedOptimizer:
 
         ``main``, ``exp_avg`` and ``exp_avg_sq`` by parameter name, ``steps``, ``param_groups`` and ``scaler``.
         """
-        tensors = {
-            kind: self._whole(getattr(self, kind)) for kind in ("main", "exp_avg", "exp_avg_sq")
-        }
+        tensors = {kind: self._whole(getattr(self, kind)) for kind in ("main", "exp_avg", "exp_avg_sq")}
         groups = [dict(group) for group in self.param_groups]
         return {**tensors, "steps": self.steps, "param_groups": groups, "scaler": self.scaler.state_dict()}
 
@@ -269,9 +267,7 @@ class DistributedOptimizer:
 
         def close() -> None:
             padded = -(-length // self.dp) * self.dp
-            buckets.append(
-                Bucket(names=names, offsets=offsets, length=padded, buffer=torch.zeros(padded, dtype=main))
-            )
+            buckets.append(Bucket(names=names, offsets=offsets, length=padded, buffer=torch.zeros(padded, dtype=main)))
 
         for name, parameter in self.parameters.items():
             names.append(name)

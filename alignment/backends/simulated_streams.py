@@ -1,7 +1,7 @@
 """Streams, events and buffers of an accelerator, in one thread: work is done as late as it may be.
 
-A stream's work happens only when somebody waits for it, which is the most adverse schedule that real hardware is free to
-take. What is read too early here is read too early *every* time, where on a device it is wrong once a day.
+A stream's work happens only when somebody waits for it, which is the most adverse schedule that real hardware is
+free to take. What is read too early here is read too early *every* time, where on a device it is wrong once a day.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def all_reduce_async(parts: Sequence[Tensor], destination: Tensor, stream: Strea
 
 
 class BufferPool:
-    """Buffers that are used again once the work that reads them is done (a caching allocator with ``record_stream``)."""
+    """Buffers that are used again once the work that reads them is done (a caching allocator with
+    ``record_stream``).
+    """
 
     def __init__(self) -> None:
         self._resting: list[tuple[Tensor, Event]] = []
@@ -138,7 +140,11 @@ def all_reduce_buckets(buckets: Sequence[Sequence[Tensor]], *, stream: Stream | 
 
 
 def sample_by_race(
-    probabilities: Sequence[Tensor], draws: Sequence[Tensor], *, stream: Stream | None = None, pool: BufferPool | None = None
+    probabilities: Sequence[Tensor],
+    draws: Sequence[Tensor],
+    *,
+    stream: Stream | None = None,
+    pool: BufferPool | None = None,
 ) -> list[Tensor]:
     """Tokens of several decode steps by the exponential race argmax pᵢ / Eᵢ with Eᵢ = −ln(1 − uᵢ) (vLLM's sampler).
 
@@ -166,7 +172,8 @@ def sample_by_race(
 def pipeline_transfer(activations: Sequence[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """What the next stage makes of the activations of a pipeline, received through buffers that are used again.
 
-    Receiving (one stream) and computing (another) overlap; a buffer goes back once the computation that reads it is done.
+    Receiving (one stream) and computing (another) overlap; a buffer goes back once the computation that reads it is
+    done.
     """
     receiving, computing, pool = Stream(), Stream(), BufferPool()
     results: list[Tensor] = [torch.empty(0)] * len(activations)

@@ -80,7 +80,9 @@ class Trajectory:
     def rollout_log_probs(self) -> tuple[float, ...]:
         """One per token, 0.0 where the policy did not draw it."""
         return tuple(
-            value for span in self.spans for value in (span.log_probs if span.generated else (0.0,) * len(span.token_ids))
+            value
+            for span in self.spans
+            for value in (span.log_probs if span.generated else (0.0,) * len(span.token_ids))
         )
 
     def budget_left(self, max_response_length: int) -> int:
@@ -98,7 +100,9 @@ def next_input(trajectory: Trajectory, observation: Sequence[int] = ()) -> tuple
     return (*trajectory.token_ids, *observation)
 
 
-def continue_rollout(trajectory: Trajectory, drawn: Sequence[tuple[int, float]], *, max_response_length: int) -> Trajectory:
+def continue_rollout(
+    trajectory: Trajectory, drawn: Sequence[tuple[int, float]], *, max_response_length: int
+) -> Trajectory:
     """Takes further tokens of an engine into a partial rollout, up to the budget that is left.
 
     Args:
@@ -138,7 +142,8 @@ def mask_to_end(responses: Tensor, *, eos_token_ids: Iterable[int]) -> Tensor:
 
 
 def pad_responses(responses: Sequence[Sequence[int]], *, width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """Responses ``[b, width]`` on the left, filled with ``pad_token_id``, and their mask, which comes from the *lengths*.
+    """Responses ``[b, width]`` on the left, filled with ``pad_token_id``, and their mask, which comes from the
+    *lengths*.
 
     A token id cannot tell padding from text: where the padding is the end token, the end of a response is one too.
 

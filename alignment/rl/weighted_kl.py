@@ -9,15 +9,20 @@ from alignment.rl import kl
 
 
 def weighted_kl(
-    log_prob: Tensor, ref_log_prob: Tensor, behaviour_log_prob: Tensor, *, log_ratio_limit: float = kl.LOG_RATIO_LIMIT,
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    behaviour_log_prob: Tensor,
+    *,
+    log_ratio_limit: float = kl.LOG_RATIO_LIMIT,
     value_limit: float = kl.K3_LIMIT,
 ) -> Tensor:
     """k3 at every token, weighted by w = π / μ for tokens drawn from μ (NeMo-RL's ``calculate_kl`` with importance
     weights).
 
-    With d = clamp(log π_ref − log π, ±``log_ratio_limit``): ``clamp(w · (eᵈ − 1 − d), ±value_limit)``. Where the clamp of
-    the log-ratio acts the term has no gradient at all, so w is detached there; where the outer clamp acts it has none
-    either. A clamp inside a product would leave the gradient through w on exactly the tokens that it is to silence.
+    With d = clamp(log π_ref − log π, ±``log_ratio_limit``): ``clamp(w · (eᵈ − 1 − d), ±value_limit)``. Where the
+    clamp of the log-ratio acts the term has no gradient at all, so w is detached there; where the outer clamp acts
+    it has none either. A clamp inside a product would leave the gradient through w on exactly the tokens that it is
+    to silence.
 
     Args:
         log_prob, ref_log_prob, behaviour_log_prob: log-probs of the drawn tokens under π, π_ref and μ, same shape.

@@ -47,7 +47,10 @@ def split_evenly(whole: Tensor, ranks: int, *, dim: int = 0) -> list[Tensor]:
     size = whole.shape[dim]
     if ranks < 1 or size % ranks:
         raise InputError(
-            "a dimension is cut into equal parts", where=f"dimension {dim}", expected=f"a multiple of {ranks}", found=size
+            "a dimension is cut into equal parts",
+            where=f"dimension {dim}",
+            expected=f"a multiple of {ranks}",
+            found=size,
         )
     return list(whole.split(size // ranks, dim=dim))
 

@@ -63,7 +63,9 @@ def local_labels(input_ids: Tensor, cu_seqlens: Tensor, cp: int) -> list[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Partial:
-    """Attention over some of the keys: normalised output ``[b, h, s, v]`` and log-sum-exp ``[b, h, s]`` of its scores."""
+    """Attention over some of the keys: normalised output ``[b, h, s, v]`` and log-sum-exp ``[b, h, s]`` of its
+    scores.
+    """
 
     out: Tensor
     lse: Tensor
@@ -80,7 +82,9 @@ def partial_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """Attention over both sets of keys: weights exp(lse − max), normalised (Liu et al., *Ring attention*, 2310.01889)."""
+    """Attention over both sets of keys: weights exp(lse − max), normalised (Liu et al., *Ring attention*,
+    2310.01889).
+    """
     top = torch.maximum(first.lse, second.lse)
     finite = torch.where(torch.isneginf(top), torch.zeros_like(top), top).detach()
     a, b = torch.exp(first.lse - finite), torch.exp(second.lse - finite)
@@ -216,8 +220,8 @@ def run_layer(
 
     Args:
         hidden, ropes: per rank ``[b, s, hidden_size]``, and cos and sin ``[b, s, r/2]``.
-        attend: queries, keys and values of all ranks (``[b, h, s, d]``), ``scale`` and ``number`` → outputs of all ranks.
-        number: the layer's number in the whole model, from 1.
+        attend: queries, keys and values of all ranks (``[b, h, s, d]``), ``scale`` and ``number`` → outputs of all
+        ranks. number: the layer's number in the whole model, from 1.
     """
     attention, config = layer.self_attn, layer.self_attn.config
     queries, keys, values = [], [], []

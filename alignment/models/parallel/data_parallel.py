@@ -1,4 +1,6 @@
-"""Data and context parallel gradients: what a rank's loss is multiplied with, so that the averaged gradient is right."""
+"""Data and context parallel gradients: what a rank's loss is multiplied with, so that the averaged gradient is
+right.
+"""
 
 from __future__ import annotations
 

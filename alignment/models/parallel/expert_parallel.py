@@ -24,7 +24,9 @@ def local_experts(
     for expert in held:
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
         if len(rows):
-            out = out.index_add(0, rows, moe.experts[expert](tokens[rows]) * weights[rows, slots].unsqueeze(-1).to(tokens))
+            out = out.index_add(
+                0, rows, moe.experts[expert](tokens[rows]) * weights[rows, slots].unsqueeze(-1).to(tokens)
+            )
     return out
 
 

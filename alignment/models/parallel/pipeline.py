@@ -1,4 +1,6 @@
-"""Pipeline parallelism: which layers a stage holds, and a forward through the stages, one micro batch after the other."""
+"""Pipeline parallelism: which layers a stage holds, and a forward through the stages, one micro batch after the
+other.
+"""
 
 from __future__ import annotations
 

@@ -71,9 +71,7 @@ def scatter_sequence(wholes: Sequence[Tensor]) -> list[Tensor]:
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *wholes):
-        return tuple(
-            collectives.split_evenly(w, len(wholes), dim=1)[rank].clone() for rank, w in enumerate(wholes)
-        )
+        return tuple(collectives.split_evenly(w, len(wholes), dim=1)[rank].clone() for rank, w in enumerate(wholes))
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -109,7 +107,8 @@ class SequenceParallelBlock:
         normed = [rms_norm(part, w["norm"][rank]) for rank, part in enumerate(x)]
         gathered = gather_sequence(normed, consumers=SHARDED)
         partials = [
-            torch.nn.functional.silu(full @ w["up"][rank].t()) @ w["down"][rank].t() for rank, full in enumerate(gathered)
+            torch.nn.functional.silu(full @ w["up"][rank].t()) @ w["down"][rank].t()
+            for rank, full in enumerate(gathered)
         ]
         hidden = [part + out for part, out in zip(x, collectives.reduce_scatter(partials, dim=1))]
         everywhere = gather_sequence(hidden, consumers=REPLICATED)

@@ -57,7 +57,10 @@ def log_probs_and_entropy(
     """
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < vocab_size:
         raise InputError(
-            "a label is no token", where="labels", expected=f"0 … {vocab_size - 1}", found=[int(labels.min()), int(labels.max())]
+            "a label is no token",
+            where="labels",
+            expected=f"0 … {vocab_size - 1}",
+            found=[int(labels.min()), int(labels.max())],
         )
     wide = [
         without_phantoms(part.to(at_least_float32(part.dtype)) / temperature, rank=rank, vocab_size=vocab_size)

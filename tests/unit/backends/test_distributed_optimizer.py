@@ -5,15 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from alignment.backends.distributed_optimizer import ChainedOptimizer, DistributedOptimizer, LossScaler, Scheduler, decays
+from alignment.backends.distributed_optimizer import (
+    ChainedOptimizer,
+    DistributedOptimizer,
+    LossScaler,
+    Scheduler,
+    decays,
+)
 from alignment.backends.training import OptimizerConfig
 from alignment.errors import InputError
 from alignment.numerics.precision import error_growth, unit_roundoff
 from alignment.numerics.random import portable_normal
 
 SHAPES = {"a.weight": (5, 3), "norm": (7,), "b.weight": (11, 4), "c.bias": (2,)}
-CONFIG = OptimizerConfig(lr=0.03, weight_decay=0.1, clip_grad=0.7, lr_warmup_steps=2, lr_scheduler_type="cosine",
-                         min_lr_ratio=0.1, total_steps=6)  # fmt: skip
+CONFIG = OptimizerConfig(
+    lr=0.03,
+    weight_decay=0.1,
+    clip_grad=0.7,
+    lr_warmup_steps=2,
+    lr_scheduler_type="cosine",
+    min_lr_ratio=0.1,
+    total_steps=6,
+)
 TERMS = 512
 """More roundings than six steps put on one weight."""
 

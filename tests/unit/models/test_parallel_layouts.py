@@ -134,8 +134,10 @@ def test_a_partial_attention_without_keys_changes_nothing():
     for pair in ((whole, none), (none, whole)):
         merged = context_parallel.merge(*pair)
         assert torch.equal(merged.out, whole.out) and torch.equal(merged.lse, whole.lse)
-        for found, golden in zip(torch.autograd.grad(merged.out.sum(), (q, k, v), retain_graph=True),
-                                 torch.autograd.grad(whole.out.sum(), (q, k, v), retain_graph=True)):
+        for found, golden in zip(
+            torch.autograd.grad(merged.out.sum(), (q, k, v), retain_graph=True),
+            torch.autograd.grad(whole.out.sum(), (q, k, v), retain_graph=True),
+        ):
             assert close(found, golden)
 
 
@@ -179,8 +181,10 @@ def test_the_fused_head_has_the_gradients_of_the_plain_one(tp):
         hidden, vocab_parallel.shard_vocabulary(weight, tp), labels, vocab_size=vocab, temperature=1.7
     )
     assert close(found, golden)
-    for mine, right in zip(torch.autograd.grad((found * seed).sum(), (hidden, weight)),
-                           torch.autograd.grad((golden * seed).sum(), (hidden, weight))):
+    for mine, right in zip(
+        torch.autograd.grad((found * seed).sum(), (hidden, weight)),
+        torch.autograd.grad((golden * seed).sum(), (hidden, weight)),
+    ):
         assert close(mine, right)
 
 

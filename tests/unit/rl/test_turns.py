@@ -50,8 +50,11 @@ def test_training_sees_the_text_of_inference():
 def test_a_response_ends_at_any_of_the_end_tokens():
     responses = torch.tensor([[5, 2, 2, 0], [5, 9, 2, 0], [5, 6, 7, 8], [2, 9, 5, 5]])
     assert turns.mask_to_end(responses, eos_token_ids=(2, 9)).tolist() == [
-        [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]
-    ]  # fmt: skip
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+        [1, 0, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize("pad", [0, 2])
