@@ -10,8 +10,9 @@ JSD_β/(1 − β): β = 0 is KL(T ‖ S) (forward), β = 1 is KL(S ‖ T) (rever
 ``generalized_jsd_loss`` and of ms-swift's ``gkd_loss``.
 
 Everything is computed in float32, or in float64 where either side is float64: widened *before* the temperature divides.
-Results are per token, so they depend neither on chunks nor on what shares the batch; who adds them up divides by the
-counts of the whole batch (:class:`DistillCounts`), so shares of micro batches and ranks add up.
+Results are per token, so they depend neither on chunks nor on what shares the batch (but for the rounding of a last
+bit); who adds them up divides by the counts of the whole batch (:class:`DistillCounts`), so shares of micro batches and
+ranks add up.
 """
 
 from __future__ import annotations

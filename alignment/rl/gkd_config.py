@@ -157,9 +157,10 @@ class GkdConfig(RunConfig):
         actor = dataclasses.replace(
             policy.actor, ppo_mini_batch_size=data.train_batch_size, ppo_micro_batch_size_per_gpu=gkd.micro_batch_size
         )
-        rollout = dataclasses.replace(policy.rollout, n=1)
+        micro = {"log_prob_micro_batch_size_per_gpu": gkd.micro_batch_size}
+        rollout, ref = dataclasses.replace(policy.rollout, n=1, **micro), dataclasses.replace(policy.ref, **micro)
         data = dataclasses.replace(data, gen_batch_size=data.train_batch_size * gkd.steps_per_generation)
-        policy = dataclasses.replace(policy, actor=actor, rollout=rollout)
+        policy = dataclasses.replace(policy, actor=actor, rollout=rollout, ref=ref)
         return {**common, "actor_rollout_ref": policy, "data": data, "gkd": gkd}
 
     def _validate(self) -> None:
