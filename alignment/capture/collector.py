@@ -64,7 +64,7 @@ class Collector:
         mock_rollouts: what replaces generation, or None.
     """
 
-    def __init__(self, settings: CollectorConfig, config: RunConfig, prompts: PromptSet) -> None:
+    def __init__(self, settings: CollectorConfig, config: RunConfig, prompts: PromptSet | None) -> None:
         self.settings, self._config = settings, config
         self.steps = collected_steps(settings, twice=runs_log_prob_twice(config))
         self.observers: tuple[ObserverSpec, ...] = ()
@@ -84,7 +84,7 @@ class Collector:
         """Removes what workers that were ended without a word left between capture and dump."""
         shutil.rmtree(Path(self.settings.dump_path) / SCRATCH, ignore_errors=True)
 
-    def _mock(self, prompts: PromptSet) -> MockRollouts:
+    def _mock(self, prompts: PromptSet | None) -> MockRollouts:
         from alignment.rl.tokenizer import Tokenizer
         from alignment.weights.checkpoint import load_config
 
@@ -251,8 +251,8 @@ class _MemoryDump:
                 self._allocator._record_memory_history(enabled=None)
 
 
-def open_collector(config: RunConfig, prompts: PromptSet) -> Collector | None:
-    """The collector that the configuration asks for.
+def open_collector(config: RunConfig, prompts: PromptSet | None) -> Collector | None:
+    """The collector that the configuration asks for; ``prompts`` are the training data where it is a set of prompts.
 
     Raises:
         InputError: its file is missing, or its settings are unknown or contradict each other or the run.

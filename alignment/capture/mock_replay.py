@@ -35,25 +35,26 @@ class MockRollouts:
 
     With ``mock_random_seed`` ``None`` a recorded step is loaded at its own step, and has to be about the prompts of
     that step; its samples may stand in any order and on any number of ranks. In the other two modes the recorded
-    prompts take the place of the step's, and are looked up in the training data, so that rewards judge the right answers.
+    prompts take the place of the step's, and are looked up in the training data, so that rewards judge the right
+    answers.
 
     Args:
         config: of the collector.
-        prompts: the training data.
+        prompts: the training data; None where steps are not made of it (distillation), which leaves one mode.
         prompt_length, response_length: widths of the batch.
         pad_token_id, eos_token_id: of this run; recorded padding is dropped.
         vocab_size: of the policy, to refuse the tokens of another.
         on_replay: told about every replay.
 
     Raises:
-        InputError: nothing is recorded there.
+        InputError: nothing is recorded there, or a mode without its data.
     """
 
     def __init__(
         self,
         config: CollectorConfig,
         *,
-        prompts: PromptSet,
+        prompts: PromptSet | None,
         prompt_length: int,
         response_length: int,
         pad_token_id: int,
@@ -62,6 +63,13 @@ class MockRollouts:
         on_replay: OnReplay | None = None,
     ) -> None:
         self.config = config
+        if prompts is None and config.mock_random_seed is not None:
+            raise InputError(
+                "only recorded steps at their own places can be replayed in this pipeline",
+                where="precision_collector.mock_random_seed",
+                expected="None",
+                found=config.mock_random_seed,
+            )
         self._root = Path(config.mock_data_path)
         if not self._root.is_dir():
             raise InputError(

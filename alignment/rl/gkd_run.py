@@ -23,6 +23,7 @@ from alignment.rl.run import (
     comparison_fingerprint,
     located,
     make_executor,
+    open_collector,
     open_record,
     read_run,
 )
@@ -71,8 +72,18 @@ def run_gkd(
     state = checkpoint.read_state(found, config=fingerprint) if found else None
     steps = total_steps(config, samples)
     recorded = open_record(config, run_dir, model=model, data=samples.content_hash)
+    collector = open_collector(config, None)
+    if collector is not None:
+        recorded = collector.mock_rollouts or recorded
     generates = config.gkd.lmbda > 0
-    setting = WorkerSetting(config=config, device=device, total_steps=steps, generates=generates, weights=weights)
+    setting = WorkerSetting(
+        config=config,
+        device=device,
+        total_steps=steps,
+        generates=generates,
+        weights=weights,
+        observers=collector.observers if collector is not None else (),
+    )
     if isinstance(executor, str):
         executor = make_executor(executor, worker_setup=worker_setup)
     try:
@@ -111,6 +122,8 @@ def run_gkd(
         # From here on the directory belongs to this run; whatever could be refused has been.
         write_json(run_dir / CONFIG, config.to_dict())
         write_json(run_dir / RUN, {**identity, "workers": about, "teacher": config.teacher_kind.value})
+        if collector is not None:
+            collector.begin()
         if completions is not None:
             keep_steps(completions, trainer.step)
         board = "tensorboard" in config.trainer.logger
@@ -118,6 +131,8 @@ def run_gkd(
             trainer.fit(tracker)
     finally:
         executor.shutdown()
+        if collector is not None:
+            collector.end()
     return read_run(run_dir)
 
 

@@ -19,7 +19,7 @@ from alignment.files import read_json, write_json
 from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun
 from alignment.numerics.random import portable_integers
 from alignment.rl import checkpoint
-from alignment.rl.config import COLLECTOR_KEY, DEVICE_ONLY_FIELDS, SkipConfig, TrainConfig
+from alignment.rl.config import COLLECTOR_KEY, DEVICE_ONLY_FIELDS, RunConfig, SkipConfig, TrainConfig
 from alignment.rl.data import PromptSet, from_parquet
 from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
 from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
@@ -319,7 +319,7 @@ def located(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, data=data, actor_rollout_ref=dataclasses.replace(policy, model=model))
 
 
-def open_collector(config: TrainConfig, prompts: PromptSet) -> Any | None:
+def open_collector(config: RunConfig, prompts: PromptSet | None) -> Any | None:
     """The precision collector that ``ascend_precision_collector`` asks for, or None: then nothing of it is loaded.
 
     Raises:
