@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Annotated, Optional
 
 import typer
@@ -21,6 +22,7 @@ def audit(
     category: CategoryOption = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per benign difference.")] = 20,
     ablation: Annotated[bool, typer.Option(help="Every check against every fault: what only one check catches.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = min(2, os.cpu_count() or 1),
     list_faults: Annotated[bool, typer.Option("--list", help="Print the catalogue and stop.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -45,7 +47,7 @@ def audit(
     runs = 1 + sum(seeds if fault.benign else 1 for fault in chosen)
     with one_thread(), suite_progress(console_on(True), quiet=as_json) as progress:
         progress.begin("audit", runs)
-        result = run_audit(chosen, all_checks(), seeds=seeds, ablation=ablation, progress=progress.advance)
+        result = run_audit(chosen, all_checks(), seeds=seeds, ablation=ablation, jobs=jobs, progress=progress.advance)
     if as_json:
         print(json.dumps(result.to_dict(), indent=1))
     else:

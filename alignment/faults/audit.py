@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from alignment.errors import InputError
+from alignment.faults.catalogue import all_faults, find_faults
 from alignment.faults.check import LAYERS, Check, Finding, Setting
+from alignment.faults.checks import all_checks
 from alignment.faults.fault import STAGES, Fault
 
 BENIGN_SEEDS = 20
@@ -116,32 +121,91 @@ def audit(
     *,
     seeds: int = BENIGN_SEEDS,
     ablation: bool = False,
+    jobs: int = 1,
     progress: Progress = lambda line: None,
 ) -> Audit:
     """The checks without a fault, then each fault until a check catches it, then the benign differences over ``seeds``.
 
     Args:
         ablation: run every check against every fault, also after the first catch.
-        progress: told about every fault that is begun.
+        jobs: processes that share the work; faults and checks that are not of the catalogue are run in this one.
+        progress: told about everything that is done.
     """
     begun = time.perf_counter()
     result = Audit(checks=tuple(checks), ablated=ablation)
-    progress("without a fault")
     for check in checks:
         result.clean += check.findings()
-    for fault in faults:
-        if not fault.benign:
-            progress(fault.id)
-            result.rows.append(catch(fault, checks, ablation=ablation))
+    progress("without a fault")
+    defects = [fault for fault in faults if not fault.benign]
     benign = [fault for fault in faults if fault.benign]
     # Seed by seed, so that what checks keep of a seed's references serves all differences.
-    for seed in range(seeds if benign else 0):
-        for fault in benign:
-            progress(f"{fault.id}, seed {seed}")
-            result.benign_runs += 1
-            result.alarms += alarms(fault, checks, seed)
+    runs = [(fault, seed) for seed in range(seeds) for fault in benign]
+    with _workers(jobs, checks) as workers:
+        rows = [workers.submit(catch, fault, ablation=ablation) for fault in defects]
+        # All differences of one seed in one process, for the same reason.
+        alarmed = [
+            workers.submit(alarms_of_seed, benign, seed) for seed in (range(seeds) if benign else ())
+        ]
+        for fault, row in zip(defects, rows):
+            result.rows.append(row())
+            progress(fault.id)
+        for found in alarmed:
+            result.alarms += found()
+            for fault in benign:
+                progress(fault.id)
+    result.benign_runs = len(runs)
     result.seconds = time.perf_counter() - begun
     return result
+
+
+class _Here:
+    """Runs what is submitted in this process, when its result is asked for."""
+
+    def __init__(self, checks: Sequence[Check]) -> None:
+        self.checks = checks
+
+    def submit(self, work: Callable, what: Any, *arguments: Any, **options: Any) -> Callable[[], Any]:
+        return lambda: work(what, *arguments, checks=self.checks, **options)
+
+
+class _Pool(_Here):
+    """Runs faults of the catalogue in worker processes, others here."""
+
+    def __init__(self, checks: Sequence[Check], pool: ProcessPoolExecutor) -> None:
+        super().__init__(checks)
+        self.pool = pool
+        self.known = {id(fault) for fault in all_faults()}
+
+    def submit(self, work: Callable, what: Any, *arguments: Any, **options: Any) -> Callable[[], Any]:
+        group = [what] if isinstance(what, Fault) else what
+        if any(id(fault) not in self.known for fault in group):
+            return super().submit(work, what, *arguments, **options)
+        ids = what.id if isinstance(what, Fault) else [fault.id for fault in what]
+        return self.pool.submit(_in_worker, work, ids, arguments, options).result
+
+
+@contextmanager
+def _workers(jobs: int, checks: Sequence[Check]) -> Iterator[_Here]:
+    if jobs <= 1 or tuple(checks) != all_checks():
+        yield _Here(checks)
+        return
+    # A fresh interpreter per worker: a forked one would inherit the locks of PyTorch's threads.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_worker) as pool:
+        yield _Pool(checks, pool)
+
+
+def _prepare_worker() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    # What modules bind at their first use is bound without a fault.
+    for check in all_checks():
+        check.findings()
+
+
+def _in_worker(work: Callable, ids: str | list[str], arguments: tuple, options: dict) -> Any:
+    what = find_faults([ids])[0] if isinstance(ids, str) else list(find_faults(ids))
+    return work(what, *arguments, checks=all_checks(), **options)
 
 
 def catch(fault: Fault, checks: Iterable[Check], *, ablation: bool = False) -> Row:
@@ -177,6 +241,11 @@ def catch(fault: Fault, checks: Iterable[Check], *, ablation: bool = False) -> R
         seconds=first_seconds,
         all_checks=tuple(catchers) if ablation else (),
     )
+
+
+def alarms_of_seed(faults: Sequence[Fault], seed: int, *, checks: Iterable[Check]) -> list[Alarm]:
+    """:func:`alarms` of several benign differences."""
+    return [alarm for fault in faults for alarm in alarms(fault, checks, seed)]
 
 
 def alarms(fault: Fault, checks: Iterable[Check], seed: int) -> list[Alarm]:

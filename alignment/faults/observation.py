@@ -44,6 +44,9 @@ def observed(model: nn.Module) -> Iterator[Observed]:
         if last == "o_proj":
             core = path.removesuffix("o_proj") + "core"
             handles.append(module.register_forward_pre_hook(lambda m, inputs, core=core: found.keep(core, inputs[0])))
+        if last == "post_attention_layernorm":
+            residual = path.removesuffix(last) + "attention_residual"
+            handles.append(module.register_forward_pre_hook(lambda m, inputs, at=residual: found.keep(at, inputs[0])))
         if last == "gate":
             handles.append(module.register_forward_hook(_keeping_routing(found, path)))
     try:
@@ -89,18 +92,6 @@ def first_divergence(
     paths = list(rows[0][2])
     for path in paths:
         leaf = path.rpartition(".")[2]
-        if leaf == "query" and expanded and found.attention:
-            layer = int(path.split(".")[2])
-            call = found.attention[layer]
-            for what, tensor in (("query", call.query), ("key", call.key)):
-                for row, real, golden in rows:
-                    place = path.replace("query", what)
-                    wrong = differs(tensor[row][:, real], golden[place], stage=stage, place=place, what=f"row {row}", bound=bound)
-                    if wrong:
-                        return wrong
-            if scale is not None and abs(call.scale - scale) > bound * scale:
-                place = path.replace("query", "softmax_scale")
-                return [Finding(stage=stage, place=place, evidence=f"{call.scale:.6g} instead of {scale:.6g}")]
         if leaf in ("query", "key"):
             continue
         whole = found.whole(path) if not path.endswith("mlp.gate") else None
@@ -111,6 +102,32 @@ def first_divergence(
         for row, real, golden in rows:
             place = f"{path}.residual" if leaf.isdigit() else path
             wrong = differs(whole[row][real], golden[path], stage=stage, place=place, what=f"row {row}", bound=bound)
+            if wrong and leaf == "core" and expanded:
+                return _inside_attention(found, rows, path, stage=stage, scale=scale, bound=bound) or wrong
             if wrong:
                 return wrong
+    return []
+
+
+def _inside_attention(
+    found: Observed, rows, path: str, *, stage: str, scale: float | None, bound: float
+) -> list[Finding]:
+    """Why the attention of one layer is wrong: its queries, its keys or its scale.
+
+    Looked at only then: another form of attention (absorbed, or with all positions moved) has other queries and keys and
+    the same result.
+    """
+    layer = int(path.split(".")[2])
+    if layer >= len(found.attention):
+        return []
+    call = found.attention[layer]
+    for what, tensor in (("query", call.query), ("key", call.key)):
+        for row, real, golden in rows:
+            place = path.replace("core", what)
+            wrong = differs(tensor[row][:, real], golden[place], stage=stage, place=place, what=f"row {row}", bound=bound)
+            if wrong:
+                return wrong
+    if scale is not None and abs(call.scale - scale) > bound * scale:
+        place = path.replace("core", "softmax_scale")
+        return [Finding(stage=stage, place=place, evidence=f"{call.scale:.6g} instead of {scale:.6g}")]
     return []

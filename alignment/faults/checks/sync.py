@@ -34,9 +34,13 @@ def _weights(name: str, seed: int, update: int) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=64)
 def _golden(name: str, seed: int, update: int, row: int) -> dict[str, Tensor]:
-    batch = toy.ragged(name, seed)
+    batch = _batch(name, seed)
     with torch.no_grad():
         return language_model.forward(batch.sequences[row], _weights(name, seed, update), toy.MODELS[name])
+
+
+def _batch(name: str, seed: int) -> toy.Ragged:
+    return toy.ragged(name, seed, prompts=(5, 2, 4), responses=(2, 3, 1))
 
 
 def _trainer(name: str, seed: int, update: int, trainer) -> None:
@@ -99,7 +103,7 @@ def _derived(truth: dict[str, Tensor], module: str, quantity: str, config) -> Te
 def probes(setting: Setting) -> Iterator[Finding]:
     """The engine's own forward after every update: every module of it, prefilled and decoded, and its log-probs."""
     for name in toy.MODELS:
-        batch = toy.ragged(name, setting.seed)
+        batch = _batch(name, setting.seed)
         for what, update, engine in _histories(name, setting):
             goldens = [_golden(name, setting.seed, update, row) for row in range(len(batch.sequences))]
             rows = [(row, batch.attention_mask[row].bool(), golden) for row, golden in enumerate(goldens)]
@@ -146,8 +150,8 @@ def _by_path(found: Observed) -> tuple[Observed, Observed]:
 
 def prefix(setting: Setting) -> Iterator[Finding]:
     """A prompt that comes again after an update, and after a sleep, is answered by the new weights."""
-    for name in toy.MODELS:
-        batch = toy.ragged(name, setting.seed)
+    for name in ("plain",):
+        batch = _batch(name, setting.seed)
         trainer = toy.model(name, setting.seed)
         engine = prefix_cache.PrefixCachingRollout(toy.MODELS[name], dtype=torch.float64, seed=setting.seed + 7)
         for update in range(len(HISTORY)):

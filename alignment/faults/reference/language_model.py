@@ -82,7 +82,7 @@ def forward(
         found[f"{at}.self_attn.key"] = attention["key"]
         found[f"{at}.self_attn.core"] = attention["core"]
         found[f"{at}.self_attn"] = attention["output"]
-        x = x + attention["output"]
+        x = found[f"{at}.attention_residual"] = x + attention["output"]
         normed = normalised(x, weights[f"{at}.post_attention_layernorm.weight"], config.rms_norm_eps)
         found[f"{at}.post_attention_layernorm"] = normed
         if index >= config.first_k_dense_replace:
