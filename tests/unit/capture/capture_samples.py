@@ -204,8 +204,8 @@ def own(root: Path) -> Path:
     values = np.arange(6, dtype="<f4").reshape(2, 3)
     part = write_part(root, 1, "update_actor", 0, 0, {"t0": ("float32", values.shape, values)})
     columns.append(
-        module="layers.0", class_name="Linear", kind="module", direction="forward", call=0, role="output", path="output",
-        order=0, parent="", dtype="float32", shape=(2, 3), shard=(0, 0, 2, 4), keys=0, statistics=0, sketch=0,
+        module="layers.0", class_name="Linear", kind="module", direction="forward", call=0, role="output",
+        path="output", order=0, parent="", dtype="float32", shape=(2, 3), shard=(0, 0, 2, 4), keys=0, statistics=0, sketch=0,
         sketch_count=2, tensor="0/t0",
     )  # fmt: skip
     write_rows(

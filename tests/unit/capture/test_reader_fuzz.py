@@ -1,4 +1,4 @@
-"""Damaged captures are read or refused with one clear error, whatever the damage: no crash, no hang, no code that runs."""
+"""Damaged captures are read or refused with one clear error, whatever the damage: no crash, no hang, no code."""
 
 from __future__ import annotations
 
@@ -153,11 +153,13 @@ VALUES = st.recursive(
 )
 TENSOR = st.fixed_dictionaries(
     {"type": st.just("torch.Tensor") | LEAVES, "dtype": st.sampled_from(["torch.float32", "torch.bool", "x"]) | LEAVES,
-     "shape": st.lists(st.integers(-1, 4), max_size=3) | VALUES, "Max": LEAVES, "Min": LEAVES, "Mean": LEAVES, "Norm": LEAVES},
+     "shape": st.lists(st.integers(-1, 4), max_size=3) | VALUES, "Max": LEAVES,
+     "Min": LEAVES, "Mean": LEAVES, "Norm": LEAVES},
     optional={"data_name": st.sampled_from(["a.pt", "../a.pt", "/etc/passwd", ""]) | LEAVES},
 )  # fmt: skip
 NAMES = st.sampled_from(
-    ["Module.a.Linear.forward.0", "Module.a.Linear.backward.0", "Module.a.Linear.parameters_grad.0", "Torch.relu.0.forward",
+    ["Module.a.Linear.forward.0", "Module.a.Linear.backward.0", "Module.a.Linear.parameters_grad.0",
+     "Torch.relu.0.forward",
      "Tensor.add.1.backward", "Module.forward.0", "x"]
 ) | st.text(max_size=10)  # fmt: skip
 CALL = st.dictionaries(
@@ -194,10 +196,13 @@ def test_any_bytes_are_a_file_or_an_error(tmp_path, content, name):
     head=st.sampled_from([b"\x80\x02", b"\x80\x04", b""]),
     operations=st.lists(
         st.sampled_from(
-            [b"(", b")", b"]", b"}", b"N", b"K\x01", b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", b"R", b"b", b"t", b"\x85", b"\x86",
+            [b"(", b")", b"]", b"}", b"N", b"K\x01", b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", b"R", b"b", b"t", b"\x85",
+             b"\x86",
              b"s", b"u", b"a", b"e", b"2", b"0", b"Q", b"\x81", b"\x92", b"\x93", b"cnumpy\ndtype\n", b"cos\nsystem\n",
-             b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"X\x02\x00\x00\x00f4", b"X\x01\x00\x00\x00<",
-             b"cnumpy.core.multiarray\n_reconstruct\n", b"cverl.protocol\nDataProto\n", b"C\x04abcd", b"\x8f", b"\x90", b"\x94"]
+             b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"X\x02\x00\x00\x00f4",
+             b"X\x01\x00\x00\x00<",
+             b"cnumpy.core.multiarray\n_reconstruct\n", b"cverl.protocol\nDataProto\n", b"C\x04abcd",
+             b"\x8f", b"\x90", b"\x94"]
         ),
         max_size=30,
     ),
