@@ -33,6 +33,7 @@ import numpy as np
 from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.numerics.budget import ENVELOPE_FACTOR as FACTOR
+from alignment.numerics.random import portable_key
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
 from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, recorded_steps
 from alignment.rl.config import flatten
@@ -249,30 +250,26 @@ class _Pair:
     def __init__(self, a: BatchRecord, b: BatchRecord) -> None:
         self.batches = a, b
         keys = [{key: i for i, key in enumerate(zip(x.prompt_ids, x.samples, strict=True))} for x in (a, b)]
-        self.rows = [(keys[0][key], keys[1][key]) for key in keys[0] if key in keys[1]]
+        self.names = [key for key in keys[0] if key in keys[1]]
+        self.rows = [(keys[0][key], keys[1][key]) for key in self.names]
         lost = sorted(set(keys[0]) ^ set(keys[1]))
         self.missing = f"{len(lost)} samples are in one of them only, {lost[0]} first" if lost else ""
-        self.names = [key for key in keys[0] if key in keys[1]]
-        self.tokens = [self._tokens(0), self._tokens(1)]
-
-    def _tokens(self, side: int) -> list[tuple[int, ...]]:
-        batch = self.batches[side]
-        responses, mask = batch.tensors["responses"], batch.tensors["response_mask"] != 0
-        return [tuple(int(t) for t in responses[i][mask[i]]) for i in range(len(batch))]
+        width = max(batch.tensors["responses"].shape[1] for batch in self.batches)
+        self.tokens = [_ended(batch, width) for batch in self.batches]
+        order = [np.array([row[side] for row in self.rows], dtype=np.int64) for side in (0, 1)]
+        self.differs = self.tokens[0][order[0]] != self.tokens[1][order[1]]
+        self.same = ~self.differs.any(1)
 
     @property
     def equal_tokens(self) -> int:
         """How many samples have the same response in both runs."""
-        return sum(self.tokens[0][i] == self.tokens[1][j] for i, j in self.rows)
+        return int(self.same.sum())
 
     def first_difference(self) -> str:
         """The first sample and position where responses part."""
-        for (i, j), (prompt, sample) in zip(self.rows, self.names, strict=True):
-            x, y = self.tokens[0][i], self.tokens[1][j]
-            if x != y:
-                at = next((k for k, (s, t) in enumerate(zip(x, y)) if s != t), min(len(x), len(y)))
-                return f"prompt {prompt}, sample {sample}, token {at}"
-        return ""
+        at = int(np.argmin(self.same))
+        prompt, sample = self.names[at]
+        return f"prompt {prompt}, sample {sample}, token {int(self.differs[at].argmax())}"
 
     def has(self, name: str) -> bool:
         return all(name in batch.tensors for batch in self.batches)
@@ -287,23 +284,50 @@ class _Pair:
 
     def shared(self, name: str) -> tuple[np.ndarray, str]:
         """Differences (b − a) of a per-token field over shared tokens, and where the largest of them is."""
-        held: list[dict[tuple, list[float]]] = []
-        for side in (0, 1):
-            batch, found = self.batches[side], {}
-            values = batch.tensors[name].astype(np.float64)
+        held = []
+        for batch, tokens in zip(self.batches, self.tokens, strict=True):
             mask = batch.tensors["response_mask"] != 0
-            for i, prompt in enumerate(batch.prompt_ids):
-                tokens, of_tokens = self.tokens[side][i], values[i][mask[i]]
-                for k in range(len(tokens)):
-                    found.setdefault((prompt, tokens[: k + 1]), []).append(float(of_tokens[k]))
-            held.append(found)
-        keys = [key for key in held[0] if key in held[1]]
-        differences = np.array([np.mean(held[1][key]) - np.mean(held[0][key]) for key in keys])
-        if not len(keys):
+            keys = _prefix_keys(batch.prompt_ids, tokens)[:, : mask.shape[1]][mask]
+            unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+            values = batch.tensors[name].astype(np.float64)[mask]
+            mean = np.bincount(inverse, weights=values, minlength=len(unique)) / np.bincount(inverse, minlength=len(unique))
+            held.append((unique, mean, np.argwhere(mask)[first]))
+        common, in_a, in_b = np.intersect1d(held[0][0], held[1][0], assume_unique=True, return_indices=True)
+        differences = held[1][1][in_b] - held[0][1][in_a]
+        if not len(common):
             return differences, ""
         odd = ~np.isfinite(differences)
-        worst = keys[int(odd.argmax()) if odd.any() else int(np.abs(differences).argmax())]
-        return differences, f"prompt {worst[0]}, token {len(worst[1]) - 1}"
+        worst = int(odd.argmax() if odd.any() else np.abs(differences).argmax())
+        row, position = held[0][2][in_a[worst]]
+        return differences, f"prompt {self.batches[0].prompt_ids[row]}, token {position}"
+
+
+def _ended(batch: BatchRecord, width: int) -> np.ndarray:
+    """Token ids [b, width] up to the last one that counts, −1 after it. Observations in between belong to the prefix."""
+    responses, mask = batch.tensors["responses"].astype(np.int64), batch.tensors["response_mask"] != 0
+    length = np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
+    kept = np.where(np.arange(mask.shape[1])[None] < length[:, None], responses, -1)
+    return np.pad(kept, ((0, 0), (0, width - kept.shape[1])), constant_values=-1)
+
+
+def _prefix_keys(prompt_ids: Sequence[str], tokens: np.ndarray) -> np.ndarray:
+    """A 64-bit name [b, r] for every token in its place: prompt, the tokens before it, and itself.
+
+    A sum of scrambled (position, token) pairs; two different prefixes share a name with probability 2⁻⁶⁴.
+    """
+    prompts = np.array([portable_key("prompt", p) for p in prompt_ids], dtype=np.uint64)
+    positions = np.arange(tokens.shape[1], dtype=np.uint64)[None] << np.uint64(32)
+    pairs = _scrambled(positions + tokens.astype(np.uint64))
+    return _scrambled(prompts[:, None] + np.cumsum(pairs, axis=1, dtype=np.uint64))
+
+
+def _scrambled(numbers: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), elementwise modulo 2⁶⁴."""
+    with np.errstate(over="ignore"):
+        z = numbers + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
 
 
 def _judge_sync(step: int, pair: _Pair, gaps, state: _State):
@@ -381,7 +405,7 @@ def _judge_reward(step: int, pair: _Pair, state: _State):
     if not pair.has("token_level_scores"):
         return
     scores = [batch.tensors["token_level_scores"].astype(np.float64).sum(1) for batch in pair.batches]
-    same = [k for k, (i, j) in enumerate(pair.rows) if pair.tokens[0][i] == pair.tokens[1][j]]
+    same = np.flatnonzero(pair.same).tolist()
     if not same:
         yield _unjudged(step, "reward", "no sample has equal tokens in both runs")
         return
@@ -403,12 +427,14 @@ def _judge_advantage(step: int, pair: _Pair, state: _State):
         return
     scores = [batch.tensors["token_level_scores"].astype(np.float64).sum(1) for batch in pair.batches]
     groups: dict[str, list[tuple[int, int]]] = {}
-    for (i, j), (prompt, _) in zip(pair.rows, pair.names, strict=True):
-        groups.setdefault(prompt, []).append((i, j))
+    alike = np.array([scores[0][i] == scores[1][j] for i, j in pair.rows]) & pair.same
+    parted = {prompt for (prompt, _), equal in zip(pair.names, alike, strict=True) if not equal}
+    for rows, (prompt, _) in zip(pair.rows, pair.names, strict=True):
+        groups.setdefault(prompt, []).append(rows)
     compared, largest, where, scale = 0, 0.0, "", 0.0
     for prompt, rows in groups.items():
         # Groups whose samples scored alike are the inputs that agree. With a KL penalty or a critic there are others.
-        if any(scores[0][i] != scores[1][j] or pair.tokens[0][i] != pair.tokens[1][j] for i, j in rows):
+        if prompt in parted:
             continue
         compared += 1
         for i, j in rows:

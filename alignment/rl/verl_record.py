@@ -86,15 +86,6 @@ def read_verl_output(directory: Path) -> VerlOutput:
     )
 
 
-def is_verl_output(directory: Path) -> bool:
-    """Whether ``directory`` holds metrics that verl wrote."""
-    try:
-        read_verl_output(directory)
-    except InputError:
-        return False
-    return True
-
-
 def our_names(data: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float], list[str]]:
     """verl's metrics of one step as ours: (metrics, seconds by stage, names of metrics that are not finite).
 

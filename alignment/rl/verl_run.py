@@ -38,8 +38,8 @@ RAY_ON_CPU = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
-# Start-up of a Ray cluster and three engines on a busy machine says little for minutes.
-LIMITS = Limits(silence=900.0, grace=60.0)
+SILENCE = "ALIGNMENT_RUN_SILENCE"
+"""Environment variable: seconds without a word in the log after which a run is given up."""
 
 
 def wants_verl(overrides: Sequence[str]) -> bool:
@@ -54,7 +54,7 @@ def run_verl(
     run_dir: Path,
     device: str = "cpu",
     paired: bool = True,
-    limits: Limits = LIMITS,
+    limits: Limits | None = None,
     progress: Progress | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> RunResult:
@@ -67,7 +67,7 @@ def run_verl(
         run_dir: directory of the run; what verl itself writes goes below ``run_dir/verl``.
         device: ``cpu``, ``cuda`` or ``npu``.
         paired: every sample draws with a seed of its own, so that two runs can be compared token by token.
-        limits: when the run is given up.
+        limits: when the run is given up; :func:`default_limits` by default.
         progress: told about steps.
         environment: added to this process's environment.
 
@@ -95,7 +95,7 @@ def run_verl(
             log=work / LOG,
             environment={**os.environ, **run_environment(run_dir, kind), **(environment or {})},
             directory=work,
-            limits=limits,
+            limits=limits or default_limits(kind),
             watch=watch,
         )
     finally:
@@ -193,6 +193,22 @@ def run_environment(run_dir: Path, device: str) -> dict[str, str]:
         quiet = {k: v for k, v in SETTINGS.items() if k != "VLLM_LOGGING_LEVEL"}
         environment |= quiet | verl_platform.ENVIRONMENT | RAY_ON_CPU
     return environment
+
+
+def default_limits(device: str) -> Limits:
+    """Silence of 15 minutes on the CPU, where models are tiny, and of an hour elsewhere; :data:`SILENCE` overrides it.
+
+    Raises:
+        InputError: the variable holds no positive number.
+    """
+    said = os.environ.get(SILENCE)
+    try:
+        silence = float(said) if said else (900.0 if device == "cpu" else 3600.0)
+    except ValueError:
+        silence = 0.0
+    if not silence > 0.0:
+        raise InputError("a time-out is a positive number of seconds", where=SILENCE, found=said)
+    return Limits(silence=silence)
 
 
 def require_verl(device: str) -> dict[str, str]:

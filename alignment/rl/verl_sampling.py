@@ -42,8 +42,10 @@ def seeded(run, *, base: int, samples: int, seen: dict[tuple[str, int], int]):
         info = fields.get("extra_info")
         info = info if isinstance(info, dict) else {}
         prompt = str(info.get("prompt_id", info.get("index", fields.get("index", fields.get("raw_prompt")))))
-        sample = int(fields.get("priority", 0)) % samples
+        # The number within the prompt's samples is told by the v1 trainer; the legacy one numbers the whole batch.
+        sample = int(fields["session_id"]) if "session_id" in fields else int(fields.get("priority", 0)) % samples
         occurrence = seen[prompt, sample] = seen.get((prompt, sample), -1) + 1
+        occurrence = int(fields.get("global_steps", occurrence))
         seed = sample_seed(base=base, prompt=prompt, sample=sample, occurrence=occurrence)
         return await run({"seed": seed, **sampling_params}, **fields)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import types
 from importlib import metadata
 
@@ -15,7 +16,17 @@ from alignment.rl.batch_record import batch_path, read_batch
 from alignment.rl.config import load_config
 from alignment.rl.run import located
 from alignment.rl.verl_recorder import batch_record, record_dumped_batches
-from alignment.rl.verl_run import compose, fitting, is_verl_tree, paired_settings, require_verl, run_environment, wants_verl
+from alignment.rl.verl_run import (
+    compose,
+    default_limits,
+    fitting,
+    is_verl_tree,
+    paired_settings,
+    require_verl,
+    run_environment,
+    wants_verl,
+)
+from alignment.rl.verl_sampling import seeded
 from alignment.weights.checkpoint import load_config as load_model_config
 
 
@@ -92,6 +103,15 @@ def test_what_is_missing_is_named(monkeypatch, installed, message):
         assert require_verl("cuda") == installed, "elsewhere nothing depends on the release"
 
 
+def test_how_long_a_run_may_be_silent(monkeypatch):
+    assert default_limits("cpu").silence < default_limits("npu").silence
+    monkeypatch.setenv("ALIGNMENT_RUN_SILENCE", "60")
+    assert default_limits("npu").silence == 60.0
+    monkeypatch.setenv("ALIGNMENT_RUN_SILENCE", "soon")
+    with pytest.raises(InputError, match="ALIGNMENT_RUN_SILENCE: a time-out is a positive number of seconds; found soon"):
+        default_limits("cpu")
+
+
 def trainer_batch(priority):
     tensors = {
         "prompts": torch.tensor([[0, 5], [6, 7]] * 2),
@@ -143,3 +163,36 @@ def test_a_trainer_without_a_dump_is_left_as_it_is_with_a_warning(caplog):
     module = types.SimpleNamespace(RayPPOTrainer=type("RayPPOTrainer", (), {}))
     record_dumped_batches(module)
     assert "batches are not recorded" in caplog.text
+
+
+def test_samples_of_a_queue_are_padded_put_in_order_and_counted_once():
+    keys = ["u2_0_0", "u1_1_0", "u1_0_0", "u1_0_1", "u2_0_0"]
+    lengths = [2, 1, 3, 2, 2]
+
+    def ragged(start):
+        rows = [torch.arange(start, start + n, dtype=torch.float32) for n in lengths]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    found = {
+        "prompts": torch.nested.nested_tensor([torch.arange(1, n + 1) for n in lengths], layout=torch.jagged),
+        "responses": ragged(10), "rm_scores": ragged(0), "response_mask": ragged(1),
+        "extra_info": [{"prompt_id": "b"}, {"prompt_id": "a"}, {"prompt_id": "a"}, {"prompt_id": "a"}, {"prompt_id": "b"}],
+    }  # fmt: skip
+    record = verl_recorder.queued_record(keys, found, step=2)
+    assert (record.prompt_ids, record.samples) == (("a", "a", "b"), (0, 1, 0))
+    assert record.tensors["responses"].tolist() == [[10, 11], [10, 0], [10, 11]], "the last turn of a conversation"
+    assert record.tensors["prompts"].tolist() == [[1, 2], [0, 1], [1, 2]]
+    assert record.tensors["prompt_mask"].tolist() == [[1, 1], [0, 1], [1, 1]]
+    assert record.tensors["token_level_scores"].tolist() == [[0, 1], [0, 0], [0, 1]]
+
+
+def test_the_number_of_a_sample_is_the_same_by_either_trainer_and_a_prompt_that_returns_draws_anew():
+    async def run(sampling_params, **fields):
+        return sampling_params["seed"]
+
+    def ask(loop, **fields):
+        return asyncio.run(loop({}, extra_info={"prompt_id": "p"}, **fields))
+
+    legacy, v1 = (seeded(run, base=3, samples=4, seen={}) for _ in range(2))
+    assert [ask(legacy, priority=4 + k) for k in range(4)] == [ask(v1, session_id=k) for k in range(4)]
+    assert ask(legacy, priority=4) not in {ask(v1, session_id=0, global_steps=9), ask(v1, session_id=0, global_steps=8)}
