@@ -8,7 +8,20 @@ import traceback
 
 import typer
 
-from alignment.cli import audit, baseline, bisect, checkpoint, checks, compare, environment, gkd, memory, training, verl
+from alignment.cli import (
+    audit,
+    baseline,
+    bisect,
+    checkpoint,
+    checks,
+    compare,
+    environment,
+    gkd,
+    memory,
+    stress,
+    training,
+    verl,
+)
 from alignment.errors import InputError
 from alignment.numerics.verdict import USAGE
 
@@ -21,6 +34,7 @@ app.command("read-verl")(verl.read_verl)
 app.command("compare")(compare.compare)
 app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
+app.command("stress")(stress.stress)
 app.command("doctor")(environment.doctor)
 app.add_typer(baseline.baseline_app, name="baseline")
 app.add_typer(bisect.bisect_app, name="bisect")

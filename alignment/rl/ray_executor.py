@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -313,3 +313,71 @@ def worker_environment(placement: Placement) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
         **forwarded,
     }
+
+
+def call_on_every_card(
+    function: Callable[[str, str, int], Any],
+    *,
+    kind: str,
+    per_node: int | None = None,
+    address: str | None = None,
+    worker_setup: str | None = None,
+) -> list[tuple[str, str, int, Any]]:
+    """``function(node, device, rank)`` once per card of every node of the cluster, all at the same time.
+
+    Args:
+        kind: of device. The cards of a node are those Ray counts there (its ``GPU`` or ``NPU`` resource).
+        per_node: cards of a node instead; a CPU has to be given a number.
+        address: of the cluster; a local one is started otherwise.
+        worker_setup: ``module:function`` called in every worker first.
+
+    Returns:
+        Node, device, rank over the whole cluster, and what the call returned or the exception that it raised (a lost
+        node included).
+
+    Raises:
+        UnavailableError: Ray is not installed, or the cluster has no such card.
+    """
+    connected = connect(address=address)
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    try:
+        cards = []
+        for node in sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeID"]):
+            here = per_node or int(node["Resources"].get({"cuda": "GPU", "npu": "NPU"}.get(kind, ""), 0))
+            name = f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}"
+            cards += [(node["NodeID"], name, kind if kind == "cpu" else f"{kind}:{index}") for index in range(here)]
+        if not cards:
+            raise UnavailableError(
+                f"no node of the cluster has a {kind}", where="Ray", next_step="start Ray with its cards as resources"
+            )
+
+        def call(node: str, device: str, rank: int) -> Any:
+            run_setup(worker_setup)
+            return function(node, device, rank)
+
+        environment = worker_environment(Placement(roles=(), world_size=len(cards)))
+        references = []
+        for rank, (node_id, name, device) in enumerate(cards):
+            task = ray.remote(call).options(
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
+                runtime_env={"env_vars": environment},
+                # A card that dies is an answer; running its job elsewhere would hide it.
+                max_retries=0,
+            )
+            references.append((name, device, rank, task.remote(name, device, rank)))
+        return [(name, device, rank, _answer(reference)) for name, device, rank, reference in references]
+    finally:
+        if connected:
+            ray.shutdown()
+
+
+def _answer(reference: Any) -> Any:
+    import ray
+
+    try:
+        return ray.get(reference)
+    except Exception as error:  # whatever a worker raises belongs to its card
+        return error
