@@ -51,7 +51,7 @@ METRICS_OF = {
     "advantage": ("critic/advantages/mean", "critic/advantages/max", "critic/advantages/min"),
     "update_actor": ("actor/lr", "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"),
 }
-"""What a run without batches says about a stage."""
+"""What a run without batches says about a stage. Ours take the entropy in the update, verl with the old log-probs."""
 
 EXACT = ("actor/lr",)
 FALSE_ALARM = 1e-3
@@ -526,7 +526,7 @@ def _judge_texts(a: RunData, b: RunData, step: int, state: _State):
 
 
 def _judge_metrics(a: RunData, b: RunData, repeats: Sequence[RunData], step: int, stage: str, state: _State):
-    names = [n for n in METRICS_OF[stage] if n in a.metrics[step] and n in b.metrics[step]]
+    names = [n for n in _metrics_of(stage, a) if n in a.metrics[step] and n in b.metrics[step]]
     if not names:
         return
     measures, open_ends = [], []
@@ -636,6 +636,12 @@ def _failed(
         measures=measures,
         where=Divergence(stage=stage, module=f"step {step}", quantity=quantity, detail=reason),
     )
+
+
+def _metrics_of(stage: str, run: RunData) -> tuple[str, ...]:
+    if run.engine == "verl":
+        return METRICS_OF[stage]
+    return {"old_log_prob": (), "update_actor": (*METRICS_OF["update_actor"], "actor/entropy")}.get(stage, METRICS_OF[stage])
 
 
 def _configured(state: _State) -> str:

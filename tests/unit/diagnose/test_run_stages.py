@@ -229,3 +229,50 @@ def test_a_folder_verl_wrote_is_compared_without_being_converted(tmp_path):
 def test_quantiles_of_counts(mean, probability, k):
     # P(N ≤ 0) = e⁻¹ = 0.3679, P(N ≤ 1) = 0.7358
     assert _poisson_quantile(mean, probability) == k
+
+
+def own_run(root, **metrics):
+    """A run of this project without batches, on the golden engines."""
+    root.mkdir()
+    (root / "run.json").write_text(json.dumps({"device": "cpu"}))
+    (root / "config.json").write_text(json.dumps({"trainer": {"deterministic": True, "seed": 1}}))
+    line = {"step": 1, "actor/entropy": 0.25, "actor/loss": 0.1, "critic/score/mean": -1.0, **metrics}
+    (root / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    "metrics, stage",
+    [({}, None), ({"actor/entropy": 0.26}, "update_actor"), ({"critic/score/mean": -1.5, "actor/loss": 0.2}, "reward")],
+)
+def test_runs_of_ours_repeat_to_the_bit_and_need_no_noise(tmp_path, metrics, stage):
+    found = first_divergence(compare_runs(own_run(tmp_path / "a"), own_run(tmp_path / "b", **metrics)))
+    assert (found and found.stage) == stage
+
+
+def test_long_batches_are_compared_in_a_sort(tmp_path):
+    """Prefixes have names of fixed size: rows of thousands of tokens, and one place where two runs part."""
+    rng = np.random.Generator(np.random.Philox(8))
+    b, r, part = 8, 4096, 3000
+    responses = rng.integers(0, 50_000, (b, r))
+    mask = np.ones((b, r), np.int64)
+    mask[:, 100:120] = 0  # an observation of a tool, which is part of every later prefix
+    other = responses.copy()
+    other[3, part] += 1
+    shared = other.copy()
+    shared[4, 110] += 1
+    names = {"prompt_ids": tuple("aabbccdd"), "samples": (0, 1) * 4}
+    log_probs = rng.normal(-2.0, 1.0, (b, r)).astype(np.float32)
+    from alignment.diagnose.run_stages import _Pair
+
+    def batch(tokens):
+        return BatchRecord(
+            step=1, tensors={"responses": tokens, "response_mask": mask, "old_log_probs": log_probs}, **names
+        )
+
+    pair = _Pair(batch(responses), batch(other))
+    assert pair.equal_tokens == b - 1 and pair.first_difference() == f"prompt b, sample 1, token {part}"
+    differences, _ = pair.shared("old_log_probs")
+    assert len(differences) == int(mask.sum()) - (r - part) and not differences.any()
+    differences, _ = _Pair(batch(responses), batch(shared)).shared("old_log_probs")
+    assert len(differences) == int(mask.sum()) - (r - part) - (r - 120), "what follows another observation is not shared"
