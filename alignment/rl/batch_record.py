@@ -11,11 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from alignment.errors import InputError
 from alignment.files import write_atomically
+
+if TYPE_CHECKING:
+    from alignment.rl.batch import Batch
 
 BATCHES = "batches"
 SCHEMA = 1
@@ -45,6 +49,31 @@ class BatchRecord:
 def batch_path(directory: Path, step: int) -> Path:
     """Where a run keeps the batch of ``step``."""
     return Path(directory) / BATCHES / f"step_{step:06d}.safetensors"
+
+
+def record_of(batch: Batch, *, step: int) -> BatchRecord:
+    """What a step trained on, for :func:`write_batch`; the samples of a prompt are numbered as they come."""
+    seen: dict[str, int] = {}
+    samples = []
+    for prompt in batch["prompt_id"]:
+        samples.append(seen.setdefault(prompt, 0))
+        seen[prompt] += 1
+    tensors = {name: batch[name].detach().cpu().numpy() for name in FIELDS if name in batch}
+    return BatchRecord(step=step, tensors=tensors, prompt_ids=list(batch["prompt_id"]), samples=samples)
+
+
+class BatchRecorder:
+    """Keeps the batch of every step as it leaves the advantage stage: a :class:`~alignment.rl.observers.DriverObserver`."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = Path(run_dir)
+
+    def fields(self, step: int, stage: str, before: Batch | None, after: Batch) -> None:
+        if stage == "advantage":
+            write_batch(batch_path(self._run_dir, step), record_of(after, step=step))
+
+    def close(self) -> None:
+        """Every batch is on the disk already."""
 
 
 def write_batch(path: Path, batch: BatchRecord) -> None:

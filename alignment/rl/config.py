@@ -303,6 +303,8 @@ class TrainerConfig:
     accelerators).
     ``curve_gate`` says how the reward curve is compared: ``paired`` needs the same prompts on both devices; ``auto``
     is paired unless prompts are regenerated. ``device`` is auto, cpu, cuda, npu or one of them with an index.
+    ``record_batches`` writes the batch of every step (tokens, log-probs, scores, advantages) into the run's directory,
+    for comparison stage by stage.
     """
 
     total_training_steps: int | None = None
@@ -320,6 +322,7 @@ class TrainerConfig:
     colocate: bool = True
     balance_batch: bool = False
     curve_gate: Literal["auto", "paired", "unpaired"] = "auto"
+    record_batches: bool = False
     project_name: str = "alignment"
     experiment_name: str = "dapo"
 
@@ -342,6 +345,7 @@ DEVICE_ONLY_FIELDS = frozenset(
         "trainer.resume_from_path",
         "trainer.save_freq",
         "trainer.logger",
+        "trainer.record_batches",
         "trainer.project_name",
         "trainer.experiment_name",
         "actor_rollout_ref.rollout.skip.dump_dir",

@@ -19,6 +19,7 @@ from alignment.files import read_json, write_json
 from alignment.numerics.curve_run import CURVE_SCHEMA, CurveRun
 from alignment.numerics.random import portable_integers
 from alignment.rl import checkpoint
+from alignment.rl.batch_record import BatchRecorder
 from alignment.rl.config import COLLECTOR_KEY, DEVICE_ONLY_FIELDS, RunConfig, SkipConfig, TrainConfig
 from alignment.rl.data import PromptSet, from_parquet
 from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
@@ -128,6 +129,8 @@ def run_dapo(
     watching = contextlib.ExitStack()
     try:
         watchers = [watching.enter_context(contextlib.closing(w)) for w in driver_observers(setting.observers)]
+        if config.trainer.record_batches:
+            watchers.append(BatchRecorder(run_dir))
         groups = executor.start(setting, placement(config))
         about = groups["actor"].call("describe")
         trainer = DapoTrainer(

@@ -9,6 +9,7 @@ import torch
 
 from alignment.errors import InputError
 from alignment.rl import stages
+from alignment.rl.batch_record import batch_path, read_batch, recorded_steps
 from alignment.rl.config import TrainConfig
 from alignment.rl.metrics import METRICS
 from alignment.rl.run import run_dapo
@@ -231,3 +232,15 @@ def test_no_data_is_an_error(world, tmp_path):
     with pytest.raises(InputError, match="data.train_files: there is nothing to train on"):
         run_dapo(dapo_world.config(world, data__train_files=[]), run_dir=tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_recorded_batches_change_nothing_and_hold_what_was_trained_on(world, plain, tmp_path):
+    recorded = run_dapo(dapo_world.config(world, trainer__record_batches=True), run_dir=tmp_path)
+    assert metric_bytes(recorded) == metric_bytes(plain)
+    assert recorded.curve.config == plain.curve.config
+    assert recorded_steps(tmp_path) == list(range(1, len(plain.metrics) + 1))
+    batch = read_batch(batch_path(tmp_path, 1))
+    scores = batch.tensors["token_level_scores"].sum(1)
+    assert float(scores.mean()) == pytest.approx(plain.metrics[0]["critic/score/mean"], abs=torch.finfo(torch.float32).eps)
+    assert len(set(zip(batch.prompt_ids, batch.samples))) == len(batch)
+    assert not (plain.directory / "batches").exists()
