@@ -21,7 +21,7 @@ Detail = Literal["statistics", "sketch", "tensor"]
 PREFIX = "capture."
 STAGE_ORDER = (
     "rollout", "reward", "old_log_prob", "ref_log_prob", "values", "advantage", "update_critic", "update_actor",
-    "weight_sync",
+    "teacher_log_prob", "update_student", "weight_sync",
 )  # fmt: skip
 """The stages in the order they run in a step; a capture says so to its readers."""
 

@@ -39,9 +39,15 @@ def gkd(
     require: RequireOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Generalised knowledge distillation: a student learns from a teacher, on its own answers and on the data set's."""
+    """Generalised knowledge distillation: a student learns from a teacher, on its own answers and on the data set's.
+
+    capture.detail=sketch (or any other capture.* key) writes what the stages compute to the run's capture/ folder, for
+    ``alignment compare``.
+    """
     from alignment.baseline.gkd_curves import judge_gkd
     from alignment.baseline.runs import torch_name
+    from alignment.capture.config import split_overrides
+    from alignment.capture.pipeline import capture_observer
     from alignment.errors import InputError
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
@@ -53,6 +59,7 @@ def gkd(
     from alignment.rl.run import RunResult
 
     faults, changes = faults_and_overrides(overrides, fault)
+    captures, changes = split_overrides(changes)
     fixed = () if baseline is None else ("trainer.resume_mode=disable", "trainer.save_freq=0", "trainer.seed=7")
     settings = load_config(config, [*fixed, *changes], kind=GkdConfig)
     if baseline is not None and not baseline.is_dir():
@@ -62,13 +69,15 @@ def gkd(
     console = console_on(as_json)
 
     def run(settings: GkdConfig, before: int) -> RunResult:
+        where = directory / f"gkd-{before + 1}" if before else directory
         return run_gkd(
             settings,
-            run_dir=directory / f"gkd-{before + 1}" if before else directory,
+            run_dir=where,
             executor=executor,
             device=torch_name(chosen),
             progress=progress,
             worker_setup=WORKER_SETUP if executor == "ray" else None,
+            observers=[capture_observer(captures, where)] if captures is not None else [],
         )
 
     verdicts = []

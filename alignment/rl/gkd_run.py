@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.errors import InputError
@@ -15,6 +16,7 @@ from alignment.rl.gkd_config import GkdConfig, TeacherKind
 from alignment.rl.gkd_data import load_samples
 from alignment.rl.gkd_trainer import COMPLETIONS, GkdTrainer, resume_fingerprint, total_steps
 from alignment.rl.mock_rollout import hash_checkpoint
+from alignment.rl.observers import ObserverSpec, driver_observers
 from alignment.rl.run import (
     CONFIG,
     RUN,
@@ -43,6 +45,7 @@ def run_gkd(
     progress: Progress | None = None,
     worker_setup: str | None = None,
     weights: str | None = None,
+    observers: Sequence[ObserverSpec] = (),
 ) -> RunResult:
     """A whole distillation run in ``run_dir``; files and arguments are those of :func:`alignment.rl.run.run_dapo`.
 
@@ -74,6 +77,7 @@ def run_gkd(
     recorded = open_record(config, run_dir, model=model, data=samples.content_hash)
     collector = open_collector(config, None)
     if collector is not None:
+        observers = (*observers, *collector.observers)
         recorded = collector.mock_rollouts or recorded
     generates = config.gkd.lmbda > 0
     setting = WorkerSetting(
@@ -82,11 +86,13 @@ def run_gkd(
         total_steps=steps,
         generates=generates,
         weights=weights,
-        observers=collector.observers if collector is not None else (),
+        observers=tuple(observers),
     )
     if isinstance(executor, str):
         executor = make_executor(executor, worker_setup=worker_setup)
+    watching = contextlib.ExitStack()
     try:
+        watchers = [watching.enter_context(contextlib.closing(w)) for w in driver_observers(setting.observers)]
         groups = executor.start(setting, placement(config))
         replicas = start_replicas(config, executor, setting)
         about = groups["actor"].call("describe")
@@ -103,6 +109,7 @@ def run_gkd(
             generates=generates,
             fingerprint=fingerprint,
             progress=progress,
+            observers=watchers,
         )
         if state:
             trainer.resume(found, state)
@@ -130,6 +137,7 @@ def run_gkd(
         with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
             trainer.fit(tracker)
     finally:
+        watching.close()
         executor.shutdown()
         if collector is not None:
             collector.end()

@@ -29,6 +29,7 @@ from alignment.rl.gkd_data import Encoder, GkdSample, OnPolicySchedule, SampleSe
 from alignment.rl.gkd_stages import StudentUpdate, count
 from alignment.rl.mock_rollout import RecordedRollouts
 from alignment.rl.multi_turn import Conversation, Messages, make_scheduler, run_turns
+from alignment.rl.observers import DriverObserver
 from alignment.rl.teacher_replicas import TeacherReplicas
 from alignment.rl.tokenizer import Tokenizer
 from alignment.rl.trainer import FREE_ON_RESUME, one_update
@@ -75,6 +76,7 @@ class GkdTrainer(Driver):
         generates: whether the workers have an inference engine.
         fingerprint: what a checkpoint has to agree with when it is resumed, flat.
         progress: told about stages and steps.
+        observers: told about the stages that run here.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class GkdTrainer(Driver):
         generates: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
+        observers: Sequence[DriverObserver] = (),
     ) -> None:
         super().__init__(
             config,
@@ -112,6 +115,7 @@ class GkdTrainer(Driver):
         self.scheduler = (
             make_scheduler(gkd.multi_turn_scheduler, max_turns=gkd.max_turns) if gkd.multi_turn_scheduler else None
         )
+        self.observers = observers
         self.generation: Generation | None = None
         self._resampled = 0
 
@@ -173,6 +177,8 @@ class GkdTrainer(Driver):
             answer = self.replicas.score(batch)
         check_untouched("teacher_log_prob", batch, answer)
         check("teacher_log_prob", answer)
+        for observer in self.observers:
+            observer.fields(self.step, "teacher_log_prob", batch, answer)
         return answer
 
     def _update(self, batch: Batch) -> tuple[dict[str, float], dict[str, Mapping[str, float]]]:

@@ -22,7 +22,9 @@ STAGE = "teacher_log_prob"
 
 
 class WorkerTeacher(Protocol):
-    """A teacher that computes on the worker."""
+    """A teacher that computes on the worker, by an engine of its own or the student's."""
+
+    engine: Any
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Mapping[str, Tensor]]:
         """What it says about each micro batch; see :func:`alignment.rl.gkd_stages.teacher_outputs`."""

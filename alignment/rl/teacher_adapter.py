@@ -16,8 +16,8 @@ class AdapterDisabledTeacher:
     """Forward passes of the student's frozen base. Training the adapter never moves it."""
 
     def __init__(self, student: LoraTrainingEngine, config: GkdConfig) -> None:
-        self._student, self._outputs = student, gkd_stages.outputs_of_student(config)
+        self.engine, self._outputs = student, gkd_stages.outputs_of_student(config)
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Mapping[str, Tensor]]:
         """See :class:`alignment.rl.teacher.WorkerTeacher`."""
-        return self._student.forward_base(micro_batches, self._outputs, stage=teacher.STAGE)
+        return self.engine.forward_base(micro_batches, self._outputs, stage=teacher.STAGE)

@@ -122,8 +122,8 @@ class Worker:
         self.replica = self._build_replica() if "teacher" in roles else None
         self._teacher_cache = TeacherCache()
         self._trains = [e for e in (self.actor, self.reference, self.critic) if e is not None]
-        if self.teacher is not None and not self.config.gkd.offload_teacher_model and hasattr(self.teacher, "engine"):
-            self._trains.append(self.teacher.engine)
+        if self.teacher is not None and not self.config.gkd.offload_teacher_model:
+            self._trains += [self.teacher.engine] if self.teacher.engine is not self.actor else []
         self._takes_turns = (
             self.engine is not None and bool(self._trains) and self.config.actor_rollout_ref.rollout.free_cache_engine
         )
