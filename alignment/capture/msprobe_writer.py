@@ -31,10 +31,11 @@ _INTEGERS = re.compile(r"u?int\d+|bool")
 
 @dataclass
 class _Call:
-    """One call by msprobe's name: its entry in ``dump.json``, and its parent's name."""
+    """One call by msprobe's name, its entry in ``dump.json``, and the call it belongs to: module, direction and number."""
 
     name: str
     entry: dict[str, Any] = field(default_factory=dict)
+    within: tuple[str, str, int] | None = None
     parent: str | None = None
 
 
@@ -73,6 +74,8 @@ class _Dump:
         self._latest: dict[str, _Call] = {}
         """Last forward call by module."""
         self._classes: dict[str, str] = {}
+        self._completed: dict[tuple[str, str], int] = {}
+        """Number of the next call of a module and direction to complete."""
         self._counts: dict[tuple[str, str], int] = {}
         self._operators: dict[tuple[str, str, str, int], str] = {}
 
@@ -91,6 +94,11 @@ class _Dump:
         self._put(call, section, path, row)
 
     def calls(self) -> list[_Call]:
+        # Children complete before their parents, whose class is only known now.
+        for call in self._calls.values():
+            module, direction, number = call.within or ("", "", 0)
+            name = f"Module.{module}.{self._classes.get(module, '')}.{direction}.{number}"
+            call.parent = name if name in self._calls else None
         return list(self._calls.values())
 
     # --- calls -------------------------------------------------------------------------------------------------------
@@ -99,12 +107,11 @@ class _Dump:
         name = f"Module.{row.module}.{row.class_name}.{row.direction}.{row.call}"
         call = self._calls.get(name)
         if call is None:
-            call = self._calls[name] = _Call(name, _empty(row.direction))
+            call = self._calls[name] = _Call(name, _empty(row.direction), within=self._within(row))
             self._classes[row.module] = row.class_name
+            self._completed[row.module, row.direction] = row.call + 1
             if row.direction == "forward":
                 self._latest[row.module] = call
-        if call.parent is None and row.parent in self._classes:
-            call.parent = f"Module.{row.parent}.{self._classes[row.parent]}.{row.direction}.{row.call}"
         return call
 
     def _operator_call(self, row: TensorRow) -> _Call:
@@ -116,11 +123,13 @@ class _Dump:
             number = self._counts.get((operator, row.direction), 0)
             self._counts[operator, row.direction] = number + 1
             name = self._operators[key] = f"{operator}.{number}.{row.direction}"
-            self._calls[name] = _Call(name, _empty(row.direction))
-        call = self._calls[name]
-        if call.parent is None and row.parent in self._classes:
-            call.parent = f"Module.{row.parent}.{self._classes[row.parent]}.{row.direction}.0"
-        return call
+            self._calls[name] = _Call(name, _empty(row.direction), within=self._within(row))
+        return self._calls[name]
+
+    def _within(self, row: TensorRow) -> tuple[str, str, int]:
+        """The call of the enclosing module: forward it completes after what it holds, backward it begins before."""
+        completed = self._completed.get((row.parent, row.direction), 0)
+        return row.parent, row.direction, completed if row.direction == "forward" else max(0, completed - 1)
 
     def _parameter(self, row: TensorRow) -> None:
         owner, _, local = row.module.rpartition(".")
