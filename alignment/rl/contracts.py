@@ -333,8 +333,11 @@ def _check_shapes(view: _View) -> None:
                 source.setdefault(axis, name)
     if "p" in sizes and "r" in sizes:
         sizes["s"] = sizes["p"] + sizes["r"]
-    elif (whole := next((n for n in view.names if n in FIELDS and FIELDS[n].axes == ("b", "s")), None)) is not None:
-        if view[whole].ndim == 2:
+    else:
+        # Sequences that were never cut into prompt and response: the first one says how long they are.
+        whole = next((n for n in view.names if n in FIELDS and FIELDS[n].axes == ("b", "s") and view[n].ndim == 2), None)
+        if whole is not None:
+            sizes.setdefault("b", view[whole].shape[0])
             sizes["s"] = view[whole].shape[1]
     for name in view.names:
         if name not in FIELDS:
@@ -528,12 +531,12 @@ def _teacher_tables(view: _View) -> None:
     rising = (values[..., 1:] > values[..., :-1]).any(-1)
     view.fail("a row is not sorted, most likely first", name, rising, expected="falling log-probs, then −inf")
     blank = torch.isneginf(values)
+    elsewhere = ~active_positions(view["labels"]) & ~blank.all(-1)
+    view.fail("a position that does not count has a table", name, elsewhere, expected="−inf")
     # Open slots get ids nobody has, so that they are never taken for a repeated token.
     distinct = torch.where(blank, -1 - torch.arange(values.shape[-1], device=ids.device), ids).sort(-1).values
     repeated = (distinct[..., 1:] == distinct[..., :-1]).any(-1)
     view.fail("a row names a token twice", "teacher_topk_indices", repeated, expected="every token once")
-    elsewhere = ~active_positions(view["labels"]) & ~blank.all(-1)
-    view.fail("a position that does not count has a table", name, elsewhere, expected="−inf")
     here = active_positions(view["labels"])
     label = shift_labels(view["labels"]).unsqueeze(-1)
     listed = (ids == label) & ~blank
