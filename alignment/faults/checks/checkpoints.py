@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from alignment.errors import InputError
 from alignment.faults.check import Check, Finding, Setting, differs, expect
 from alignment.faults.checks.parallel_layouts import bound_of
 from alignment.faults.reference import language_model
@@ -18,7 +19,8 @@ from alignment.numerics.random import portable_integers
 CHECKPOINT, TEACHER = "checkpoint", "teacher"
 
 
-def _config(**changes):
+def small_config(**changes):
+    """A model of two layers with every field of the family, changed where asked."""
     from alignment.models.config import preset
 
     small = {
@@ -40,7 +42,7 @@ def exports(setting: Setting) -> Iterator[Finding]:
     from alignment.models.causal_lm import CausalLM
     from alignment.weights import checkpoint, indexed_save
 
-    config = _config(first_k_dense_replace=2)
+    config = small_config(first_k_dense_replace=2)
     state = CausalLM(config, dtype=torch.float32).init_weights(setting.seed).state_dict()
     names = sorted(state)
     index = {name: f"model-{i % 3 + 1:05d}-of-00003.safetensors" for i, name in enumerate(names)}
@@ -80,10 +82,10 @@ def two_models(setting: Setting) -> Iterator[Finding]:
     from alignment.models.causal_lm import CausalLM
     from alignment.weights import checkpoint
 
-    student = _config()
+    student = small_config()
     # dense, so that no rounding that is declared flips an expert; what experts are told is in the configuration
     student = dataclasses.replace(student, first_k_dense_replace=2)
-    teacher = _config(
+    teacher = small_config(
         num_hidden_layers=3,
         num_attention_heads=4,
         rms_norm_eps=1e-2,
@@ -125,7 +127,46 @@ def two_models(setting: Setting) -> Iterator[Finding]:
         yield from differs(found, golden, stage=stage, place="load_model.logits", what=name, bound=bound)
 
 
+def resumes(setting: Setting) -> Iterator[Finding]:
+    """The newest finished checkpoint is found, by number; older ones go, unfinished ones are never taken."""
+    from alignment.rl import checkpoint as product
+
+    def write(directory) -> None:
+        (directory / "weights").write_text(directory.name)
+
+    with scratch() as folder:
+        for step in (9, 10, 100):
+            product.save(folder, step, state={"config": {"a": step}, "kl_coef": 0.1 * step}, write=write, keep=2)
+        (folder / ".unfinished_global_step_200").mkdir()
+        (folder / ".unfinished_global_step_200" / "state.json").write_text("{}")
+        steps = product.finished(folder)
+        where = {"stage": CHECKPOINT}
+        yield from expect(steps == [10, 100], place="checkpoint.save", evidence=f"steps {steps}", **where)
+        found = product.find(folder, resume_mode="auto")
+        name = found.name if found else None
+        yield from expect(name == "global_step_100", place="checkpoint.find", evidence=f"{name}", **where)
+        none = product.find(folder, resume_mode="disable")
+        yield from expect(none is None, place="checkpoint.find", evidence=f"disabled: {none}", **where)
+        if found:
+            state = product.read_state(found, config={"a": 100})
+            right = (100, 0.1 * 100)
+            held = (state.get("step"), state.get("kl_coef"))
+            yield from expect(held == right, place="checkpoint.read_state", evidence=f"{held}", **where)
+            try:
+                product.read_state(found, config={"a": 1})
+                yield Finding(place="checkpoint.read_state", evidence="another configuration is let through", **where)
+            except InputError:
+                pass
+
+
 CHECKS = (
+    Check(
+        name="checkpoints.resumes",
+        layer="unit-op",
+        cost=0.01,
+        run=resumes,
+        kept_because="a resume from the wrong step is no entry of the catalogue, and looks like a jump of the curve",
+    ),
     Check(name="checkpoints.exports", layer="weight-sync", cost=0.03, run=exports),
     Check(name="checkpoints.two_models", layer="layer-logits", cost=0.06, run=two_models),
 )

@@ -52,7 +52,12 @@ def order(setting: Setting) -> Iterator[Finding]:
             yield from expect(
                 len(set(seen)) == 6, stage=ROLLOUT, place="PromptSampler.order", evidence=f"epoch {epoch}: {seen}"
             )
-        if not shuffle:
+        if shuffle:
+            orders = {tuple(name for batch in whole[3 * e : 3 * e + 3] for name in batch) for e in range(4)}
+            yield from expect(
+                len(orders) > 1, stage=ROLLOUT, place="PromptSampler.order", evidence="every epoch has the same order"
+            )
+        else:
             yield from expect(
                 whole[0] == ["p0", "p1"] and whole[3] == whole[0],
                 stage=ROLLOUT,

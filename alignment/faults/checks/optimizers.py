@@ -43,6 +43,25 @@ def schedules(setting: Setting) -> Iterator[Finding]:
             )
 
 
+def operator(setting: Setting) -> Iterator[Finding]:
+    """The AdamW step by itself, over steps whose moments and corrections differ."""
+    from alignment.backends import golden_training as product
+
+    weight = portable_normal((4, 3), seed=setting.seed, stream="optimizers/adamw")
+    reference = textbook.AdamW({"w": weight}, (0.8, 0.95), 1e-3)
+    held, m, v = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(1, 5):
+        gradient = portable_normal((4, 3), seed=setting.seed, stream=f"optimizers/adamw/{step}") / step
+        lr = 0.1 / step
+        product.adamw_step(
+            held, gradient.clone(), m, v, step=step, lr=lr, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.3
+        )
+        reference.step({"w": gradient}, lr=lr, decay={"w": 0.3}, max_norm=0.0)
+        for name, found, right in (("exp_avg", m, reference.m["w"]), ("exp_avg_sq", v, reference.v["w"])):
+            yield from differs(found, right, stage=UPDATE, place=f"adamw_step.{name}", what=f"step {step}")
+        yield from differs(held, reference.weights["w"], stage=UPDATE, place="adamw_step.weight", what=f"step {step}")
+
+
 def _gradients(seed: int, step: int) -> dict[str, Tensor]:
     return {n: portable_normal(s, seed=seed, stream=f"optimizers/{n}/{step}") for n, s in SHAPES.items()}
 
@@ -113,7 +132,7 @@ def steps(setting: Setting) -> Iterator[Finding]:
                 )
             for name, right in golden.weights.items():
                 yield from differs(
-                    held[name], right, stage=UPDATE, place=f"distributed_optimizer.gather.{name}", what=what
+                    held[name], right, stage=UPDATE, place=f"distributed_optimizer.step.gather.{name}", what=what
                 )
 
 
@@ -150,10 +169,14 @@ def loading(setting: Setting) -> Iterator[Finding]:
         )
     step(1, optimizer, scheduler, 2)
     fresh = {n: w.clone() for n, w in held.items()}
+    state, position = optimizer.state_dict(), scheduler.state_dict()
+    # What was saved is not what happens afterwards: the run that saved goes on.
+    optimizer.reduce(_shares(_gradients(seed, 7), 2, 1.0))
+    optimizer.step()
     resumed = _built(product, config, fresh, dp=3)
-    resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(state)
     clock = product.Scheduler(resumed, config)
-    clock.load_state_dict(scheduler.state_dict())
+    clock.load_state_dict(position)
     step(2, resumed, clock, 3)
     for name, right in golden.weights.items():
         yield from differs(
@@ -198,11 +221,46 @@ def chains(setting: Setting) -> Iterator[Finding]:
         yield from differs(found, right, stage=stage, place="distributed_optimizer.gradient_norm", what=what)
         for i, (held, golden) in enumerate(zip(weights, goldens)):
             for name, right in golden.weights.items():
-                place = f"distributed_optimizer.gather.{i}.{name}"
+                place = f"distributed_optimizer.step.gather.{i}.{name}"
                 yield from differs(held[name], right, stage=stage, place=place, what=what)
 
 
+def scales(setting: Setting) -> Iterator[Finding]:
+    """A dynamic loss scale over good steps and overflows, and through a save."""
+    from alignment.backends import distributed_optimizer as product
+
+    scaler, golden, good = product.LossScaler(scale=16.0, window=3), 16.0, 0
+    for step, overflow in enumerate((0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0)):
+        scaler.update(overflow=bool(overflow))
+        good = 0 if overflow else good + 1
+        golden = max(1.0, golden / 2) if overflow else golden * 2 if good == 3 else golden
+        good = 0 if good == 3 else good
+        yield from expect(
+            scaler.scale == golden,
+            stage=UPDATE,
+            place="distributed_optimizer.LossScaler",
+            evidence=f"step {step}: {scaler.scale} instead of {golden}",
+        )
+        again = product.LossScaler(scale=1.0, window=3)
+        again.load_state_dict(scaler.state_dict())
+        scaler = again
+
+
 CHECKS = (
+    Check(
+        name="optimizers.operator",
+        layer="unit-op",
+        cost=0.001,
+        run=operator,
+        kept_because="it names the operator that every optimizer here steps with",
+    ),
+    Check(
+        name="optimizers.scales",
+        layer="unit-op",
+        cost=0.001,
+        run=scales,
+        kept_because="loss scales are no entry of the catalogue",
+    ),
     Check(name="optimizers.schedules", layer="unit-op", cost=0.001, run=schedules),
     Check(name="optimizers.chains", layer="unit-op", cost=0.02, run=chains),
     Check(name="optimizers.loading", layer="layer-grad", cost=0.015, run=loading),

@@ -40,6 +40,22 @@ def places(setting: Setting) -> Iterator[Finding]:
     total = sum(LENGTHS)
     tokens = portable_integers(3, 90, (1, total), seed=setting.seed, stream="layouts/ids")
     ids = tokens[0].tolist()
+    made = packing.cumulative_lengths(list(LENGTHS)).tolist()
+    yield from expect(
+        made == layouts.starts(LENGTHS), stage=STAGE, place="packing.cumulative_lengths", evidence=f"{made}"
+    )
+    segment = [number for number, n in enumerate(LENGTHS) for _ in range(n)]
+    counted = [i for n in LENGTHS for i in range(n)]
+    for name, found, golden in (
+        ("packing.segments", packing.segments(_cu()).tolist(), segment),
+        ("packing.positions", packing.positions(_cu()).tolist(), counted),
+        (
+            "packing.shift_within",
+            packing.shift_within(tokens, _cu(), fill=-1)[0].tolist(),
+            [-1 if f is None else f for f in layouts.next_tokens(ids, LENGTHS)],
+        ),
+    ):
+        yield from expect(found == golden, stage=STAGE, place=name, evidence=f"{found} instead of {golden}")
     local = [context_parallel.local_indices(_cu(), CP, rank) for rank in range(CP)]
     for rank in range(CP):
         golden = layouts.zigzag(LENGTHS, CP, rank)
@@ -81,13 +97,17 @@ def places(setting: Setting) -> Iterator[Finding]:
             place="context_parallel.local_labels",
             evidence=f"rank {rank}: token, label, right label: {wrong[:3]}",
         )
-    segment = [number for number, n in enumerate(LENGTHS) for _ in range(n)]
-    counted = [i for n in LENGTHS for i in range(n)]
-    for name, found, golden in (
-        ("packing.segments", packing.segments(_cu()).tolist(), segment),
-        ("packing.positions", packing.positions(_cu()).tolist(), counted),
-    ):
-        yield from expect(found == golden, stage=STAGE, place=name, evidence=f"{found} instead of {golden}")
+    for mine in range(CP):
+        for other in range(CP):
+            q, k = layouts.zigzag(LENGTHS, CP, mine), layouts.zigzag(LENGTHS, CP, other)
+            golden = [[segment[i] == segment[j] and j <= i for j in k] for i in q]
+            found = context_parallel.causal_mask(torch.tensor(q), torch.tensor(k), _cu())[0, 0].tolist()
+            yield from expect(
+                found == golden,
+                stage=STAGE,
+                place="context_parallel.causal_mask",
+                evidence=f"queries of rank {mine}, keys of rank {other}",
+            )
 
 
 def packs(setting: Setting) -> Iterator[Finding]:
@@ -392,7 +412,7 @@ def experts(setting: Setting) -> Iterator[Finding]:
 
 def sequence(setting: Setting) -> Iterator[Finding]:
     """Tensor and sequence parallelism: outputs, and the gradients of inputs and of weights of every kind."""
-    from alignment.models.parallel import collectives, sequence_parallel
+    from alignment.models.parallel import sequence_parallel
 
     seed, tp = setting.seed, 2
     shapes = {"norm": (6,), "up": (8, 6), "down": (6, 8), "tower": (6, 6)}
@@ -419,7 +439,13 @@ def sequence(setting: Setting) -> Iterator[Finding]:
     yield from differs(
         found, rights[0], stage=UPDATE, place="sequence_parallel.gathered_gradient.hidden", ratios={"TP": tp}
     )
-    # the collectives by themselves
+
+
+def collectives_alone(setting: Setting) -> Iterator[Finding]:
+    """The collectives by themselves, and both backward passes of a gather."""
+    from alignment.models.parallel import collectives, sequence_parallel
+
+    seed, tp = setting.seed, 2
     drawn = [portable_normal((4, 2), seed=seed, stream=f"layouts/c/{r}") for r in range(2)]
     total = drawn[0] + drawn[1]
     for name, result, right in (
@@ -459,6 +485,15 @@ def averaging(setting: Setting) -> Iterator[Finding]:
     def token_sum(batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         return ((batch["x"] @ weight).square() + batch["x"] @ weight).sum(), len(batch["x"])
 
+    counted = data_parallel.global_tokens([[1, 5], [2, 7]])
+    yield from expect(
+        counted == 15, stage=UPDATE, place="data_parallel.token_mean.global_tokens", evidence=f"{counted}"
+    )
+    pair = [torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 5.0], dtype=torch.float64)]
+    found = data_parallel.average_over_ranks(pair)
+    yield from differs(
+        found, (pair[0] + pair[1]) / 2, stage=UPDATE, place="data_parallel.token_mean.average_over_ranks"
+    )
     every = torch.cat([m["x"] for m in micro])
     golden = ((every @ weight).square() + every @ weight).mean()
     (right,) = torch.autograd.grad(golden, weight)
@@ -537,7 +572,14 @@ def side_losses(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="parallel_layouts.places", layer="unit-op", cost=0.004, run=places),
+    Check(
+        name="parallel_layouts.collectives",
+        layer="unit-op",
+        cost=0.001,
+        run=collectives_alone,
+        kept_because="it names the collective, where layouts see only its consequences",
+    ),
+    Check(name="parallel_layouts.places", layer="unit-op", cost=0.002, run=places),
     Check(name="parallel_layouts.packs", layer="unit-op", cost=0.003, run=packs),
     Check(name="parallel_layouts.merging", layer="unit-op", cost=0.005, run=merging),
     Check(name="parallel_layouts.norms", layer="unit-op", cost=0.003, run=norms),

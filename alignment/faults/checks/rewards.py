@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
@@ -126,8 +127,63 @@ def placement(setting: Setting) -> Iterator[Finding]:
         yield Finding(stage=STAGE, place="place_on_last_token", evidence=f"a reward of {bad} is passed on")
 
 
+class Letters:
+    """A tokenizer whose token i is a digit, 2 ends a response, and 0 is padding."""
+
+    def decode_response(self, ids) -> str:
+        """Digits up to the end token."""
+        ids = list(ids)
+        return "".join(str(i - 10) for i in (ids[: ids.index(2)] if 2 in ids else ids))
+
+
+def scorer(setting: Setting) -> Iterator[Finding]:
+    """The stage from response tokens to token rewards: padding is not read, shaping counts tokens, places are right."""
+    from alignment.rl import batch as batches
+    from alignment.rl import stages
+
+    # token 10 + d is the digit d; what stands behind the end is noise that would change the answer
+    responses = torch.tensor(
+        [[14, 12, 2, 17, 17, 17], [14, 11, 2, 0, 0, 0], [14, 12, 2, 0, 0, 0], [14, 12, 14, 12, 14, 12]]
+    )
+    lengths = [3, 3, 3, 6]
+    mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+    batch = batches.Batch(
+        {"responses": responses, "response_mask": mask},
+        {
+            "data_source": ["reasoning_gym/chain_sum"] * 4,
+            "ground_truth": ["42", "42", "42", "424242"],
+            "metadata": [""] * 4,
+        },
+    )
+    for shaped in (False, True):
+        one = stages.Scorer.__new__(stages.Scorer)
+        one._tokenizer, one._limit = Letters(), 6
+        one._buffer = SimpleNamespace(enable=shaped, len=4, penalty_factor=0.5)
+        done = one(batch)
+        golden = torch.zeros(4, 6, dtype=torch.float64)
+        for row, (n, score) in enumerate(zip(lengths, (1.0, -1.0, 1.0, 1.0))):
+            golden[row, n - 1] = score - (0.5 * max(0, n - 2) / 4 if shaped else 0.0)
+        yield from expect(
+            done["score"] == [1.0, -1.0, 1.0, 1.0], stage=STAGE, place="Scorer.score", evidence=f"{done['score']}"
+        )
+        yield from differs(
+            done["token_level_scores"].double(),
+            golden,
+            stage=STAGE,
+            place="Scorer.token_level_scores",
+            what=f"overlong buffer: {shaped}",
+        )
+
+
 CHECKS = (
     Check(name="rewards.placement", layer="unit-op", cost=0.001, run=placement),
     Check(name="rewards.shaping", layer="unit-op", cost=0.003, run=shaping),
     Check(name="rewards.verdicts", layer="unit-op", cost=0.003, run=verdicts),
+    Check(
+        name="rewards.scorer",
+        layer="unit-op",
+        cost=0.004,
+        run=scorer,
+        kept_because="the seams above may be right and put together wrongly",
+    ),
 )

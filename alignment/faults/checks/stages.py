@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -174,9 +175,25 @@ def repeatable(setting: Setting) -> Iterator[Finding]:
 
 def partitions(setting: Setting) -> Iterator[Finding]:
     """Micro batches, mini batches and ranks hold every sample once, within their budgets, and results find back."""
+    from alignment.rl import batch as batches
     from alignment.rl import batching as cuts
+    from alignment.rl import stages
 
     lengths = [a + b for a, b in zip(PROMPTS, RESPONSES)]
+    fields = tensors(setting.seed)
+    for rows in ([0, 2, 5], [1, 3]):
+        part = {name: tensor[rows] for name, tensor in fields.items()}
+        prompt, response = max(PROMPTS[i] for i in rows), max(RESPONSES[i] for i in rows)
+        width = fields["prompts"].shape[1]
+        trimmed = stages.trim(batches.Batch(part))
+        for name, tensor in part.items():
+            first, last = {"prompt": (width - prompt, width), "respon": (0, response)}.get(
+                name[:6], (width - prompt, width + response)
+            )
+            same = torch.equal(trimmed[name], tensor[:, first:last])
+            yield from expect(same, stage="old_log_prob", place=f"trim.{name}", evidence=f"rows {rows}")
+    counted = cuts.token_counts(batches.Batch(fields))
+    yield from expect(counted == lengths, stage="old_log_prob", place="batching.token_counts", evidence=f"{counted}")
     plans = {
         "micro_batches.size": (cuts.micro_batches(lengths, use_dynamic_bsz=False, micro_batch_size=4), None),
         "micro_batches.tokens": (cuts.micro_batches(lengths, use_dynamic_bsz=True, max_token_len=12), 12),
@@ -196,12 +213,78 @@ def partitions(setting: Setting) -> Iterator[Finding]:
             largest = max(sum(lengths[i] for i in rows) for rows in partition.parts)
             yield from expect(largest <= budget, evidence=f"{largest} tokens exceed {budget}", **where)
         found = partition.restore([values[list(rows)] for rows in partition.parts])
-        yield from differs(found, values, what="restored order", **where)
+        yield from differs(
+            found, values, stage="old_log_prob", place="batching.Partition.restore", what=f"order of {name}"
+        )
+        parts = [part["x"] for part in partition.split(batches.Batch({"x": values}))]
+        right = torch.cat([values[list(rows)] for rows in partition.parts])
+        yield from differs(torch.cat(parts), right, stage="old_log_prob", place="batching.Partition.split", what=name)
     equal = cuts.rank_shares(lengths, 3, balance=True)
     sizes = [len(rows) for rows in equal.parts]
     yield from expect(
         len(set(sizes)) == 1, stage="actor_update", place="batching.rank_shares", evidence=f"sizes {sizes}"
     )
+
+
+class Recorded:
+    """A rollout engine that answers with given responses and remembers what it was asked."""
+
+    def __init__(self, fields: dict[str, Tensor], log_probs: Tensor) -> None:
+        self.fields, self.log_probs = fields, log_probs
+
+    def generate(self, prompts, prompt_mask, params, keys):
+        """The responses, in the order of the prompts."""
+        self.asked = prompts, prompt_mask, params, keys
+        return SimpleNamespace(
+            responses=self.fields["responses"], response_mask=self.fields["response_mask"], log_probs=self.log_probs
+        )
+
+
+def rollout(setting: Setting) -> Iterator[Finding]:
+    """What is asked of an engine, and what is made of its answer: ids, masks, positions and log-probs in their
+    places.
+    """
+    from alignment.rl import batch as batches
+    from alignment.rl import stages
+
+    fields = tensors(setting.seed)
+    log_probs = -portable_normal(fields["responses"].shape, seed=setting.seed, stream="stages/rollout").abs()
+    engine = Recorded(fields, log_probs)
+    keys = portable_integers(0, 1000, (len(PROMPTS),), seed=setting.seed, stream="stages/keys").tolist()
+    given = batches.Batch(
+        {"prompts": fields["prompts"], "prompt_mask": fields["prompt_mask"]},
+        {"sample_key": keys},
+        {"eos_token_id": 2, "pad_token_id": PAD},
+    )
+    settings = SimpleNamespace(temperature=TEMPERATURE, top_p=0.9, top_k=7, calculate_log_probs=True)
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=settings),
+        trainer=SimpleNamespace(seed=setting.seed),
+        data=SimpleNamespace(max_response_length=fields["responses"].shape[1]),
+    )
+    done = stages.generate(engine, given, config)
+    prompts, mask, params, sent = engine.asked
+    facts = {
+        "temperature": (params.temperature, TEMPERATURE),
+        "top_p": (params.top_p, 0.9),
+        "top_k": (params.top_k, 7),
+        "eos_token_id": (params.eos_token_ids, (2,)),
+        "max_new_tokens": (params.max_new_tokens, fields["responses"].shape[1]),
+        "sample_key": (sent.tolist(), keys),
+        "prompts": (
+            [row[m != 0].tolist() for row, m in zip(prompts, mask)],
+            [row[m != 0].tolist() for row, m in zip(fields["prompts"], fields["prompt_mask"])],
+        ),
+    }
+    real = fields["attention_mask"] != 0
+    for name in ("input_ids", "responses", "response_mask", "attention_mask"):
+        facts[name] = (done[name].tolist(), fields[name].tolist())
+    facts["position_ids"] = (done["position_ids"][real].tolist(), fields["position_ids"][real].tolist())
+    facts["rollout_log_probs"] = (done["rollout_log_probs"].tolist(), log_probs.tolist())
+    for name, (found, golden) in facts.items():
+        yield from expect(
+            found == golden, stage="rollout", place=f"generate.{name}", evidence=f"{found} instead of {golden}"
+        )
 
 
 def probabilities(setting: Setting) -> Iterator[Finding]:
@@ -220,6 +303,13 @@ def probabilities(setting: Setting) -> Iterator[Finding]:
 CHECKS = (
     Check(name="stages.partitions", layer="unit-op", cost=0.001, run=partitions),
     Check(name="stages.probabilities", layer="unit-op", cost=0.002, run=probabilities),
+    Check(
+        name="stages.rollout",
+        layer="unit-op",
+        cost=0.002,
+        run=rollout,
+        kept_because="positions and masks made behind an engine's answer feed every later stage",
+    ),
     Check(name="stages.slicing", layer="unit-op", cost=0.01, run=slicing),
     Check(name="stages.batching", layer="unit-op", cost=0.02, run=batching),
     Check(name="stages.repeatable", layer="unit-op", cost=0.015, run=repeatable),

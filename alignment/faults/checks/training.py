@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from alignment.faults.check import HALF_THE_DIGITS, Check, Finding, Setting, differs, expect
+from alignment.faults.checks import checkpoints
 from alignment.faults.checks import stages as samples
 from alignment.faults.reference import optimizer as textbook
 from alignment.faults.reference.toy_policy import ToyPolicy, forward_alone
@@ -149,7 +150,7 @@ def engine_steps(setting: Setting) -> Iterator[Finding]:
     for number, schedule in enumerate(SCHEDULES):
         policy = ToyPolicy(seed=setting.seed)
         config = OptimizerConfig(
-            betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, clip_grad=(0.5, 0.0, 1e3)[number], **schedule
+            betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, clip_grad=(0.0, 0.5, 1e3)[number], **schedule
         )
         start = {name: p.detach().clone() for name, p in policy.named_parameters()}
         reference = textbook.AdamW(start, config.betas, config.eps)
@@ -194,9 +195,12 @@ def engine_steps(setting: Setting) -> Iterator[Finding]:
             ):
                 pair = torch.tensor(found, dtype=torch.float64), torch.tensor(golden, dtype=torch.float64)
                 yield from differs(*pair, stage=stage, place=place, what=what)
+            place = "load_state.optimizer" if stage == "checkpoint" else "optimizer.step"
+            place += ".clip_grad" if 0 < config.clip_grad < norm else ""
+            exported = dict(engine.export_weights())
             for name, right in reference.weights.items():
-                found = dict(engine.export_weights())[name]
-                yield from differs(found, right, stage=stage, place=f"optimizer.step.{name}", what=what)
+                found = exported[name]
+                yield from differs(found, right, stage=stage, place=f"{place}.{name}", what=what)
 
 
 def main_weights(setting: Setting) -> Iterator[Finding]:
@@ -249,8 +253,72 @@ def main_weights(setting: Setting) -> Iterator[Finding]:
             )
 
 
+def engines(setting: Setting) -> Iterator[Finding]:
+    """Engines from one checkpoint share nothing: a reference stays what it was, also after the policy was moved
+    about.
+    """
+    from alignment.backends import golden_training
+    from alignment.backends.training import OptimizerConfig
+    from alignment.models.causal_lm import CausalLM
+    from alignment.rl import stages
+    from alignment.weights import checkpoint
+
+    config = checkpoints.small_config(first_k_dense_replace=2)
+    weights = CausalLM(config, dtype=torch.float32).init_weights(setting.seed).state_dict()
+    fields = {
+        n: t % 31 if n.endswith("ids") or n in ("prompts", "responses") else t for n, t in samples.tensors(0).items()
+    }
+    outputs = partial(stages.policy_outputs, temperature=samples.TEMPERATURE)
+    with scratch() as folder:
+        checkpoint.save_checkpoint(folder / "start", config, weights)
+        settings = {"outputs": outputs, "dtype": torch.float32, "device": "cpu"}
+        reference = golden_training.GoldenTrainingEngine.from_checkpoint(folder / "start", optimizer=None, **settings)
+        policy = golden_training.GoldenTrainingEngine.from_checkpoint(
+            folder / "start", optimizer=OptimizerConfig(lr=0.05, weight_decay=0.0), **settings
+        )
+
+    def scores(engine, stage: str) -> Tensor:
+        return engine.forward([fields], stage=stage)[0]["log_probs"]
+
+    def loss(made, micro_batch):
+        return -(made["log_probs"] * micro_batch["response_mask"]).sum(), {}
+
+    before = scores(reference, "ref_log_prob")
+    yield from expect(
+        torch.equal(before, scores(policy, "old_log_prob")),
+        stage="ref_log_prob",
+        place="step 0.log_probs",
+        evidence="actor and reference differ at the start",
+    )
+    seen = [before]
+    for moved in (False, True, False):
+        if moved:
+            policy.offload()
+            policy.reload()
+        policy.update([fields], loss, stage="update_actor")
+        seen.append(scores(policy, "old_log_prob"))
+        still = torch.equal(seen[-1], seen[-2])
+        what = " after it was moved to the host and back" if moved else ""
+        yield from expect(
+            not still, stage=UPDATE, place="GoldenTrainingEngine.update", evidence=f"an update changes nothing{what}"
+        )
+    yield from expect(
+        torch.equal(scores(reference, "ref_log_prob"), before),
+        stage="ref_log_prob",
+        place="reference.log_probs",
+        evidence="the reference moves with the policy",
+    )
+
+
 CHECKS = (
     Check(name="training.engine_steps", layer="unit-op", cost=0.06, run=engine_steps),
+    Check(
+        name="training.engines",
+        layer="layer-logits",
+        cost=0.05,
+        run=engines,
+        kept_because="weights that two engines share are no entry of the catalogue, and make every KL 0",
+    ),
     Check(name="training.split", layer="layer-grad", cost=0.06, run=split),
     Check(name="training.main_weights", layer="layer-grad", cost=0.06, run=main_weights),
 )

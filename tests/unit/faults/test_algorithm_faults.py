@@ -20,6 +20,7 @@ TOPICS = {
     "optimizers",
     "turns",
     "rewards",
+    "batches",
     "data_path",
     "checkpoints",
     "distillation",
