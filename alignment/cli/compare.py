@@ -79,7 +79,9 @@ def _progress(line: str) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "run.json").is_file()
+    from alignment.diagnose.run_stages import is_run
+
+    return is_run(path)
 
 
 def _compare_runs(golden: Path, target: Path, name_map, noise, device: str, as_json: bool) -> int:

@@ -45,6 +45,7 @@ def dapo(
             config=config,
             device=device,
             run_dir=run_dir,
+            executor=executor,
             emulate_npu=emulate_npu,
             fault=fault or (),
             as_json=as_json,

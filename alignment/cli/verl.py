@@ -23,6 +23,7 @@ def dapo_with_verl(
     config: str,
     device: str,
     run_dir: Path | None,
+    executor: str,
     emulate_npu: bool,
     fault: Sequence[str],
     as_json: bool,
@@ -32,7 +33,8 @@ def dapo_with_verl(
     from alignment.report.run_directory import new_run_directory
     from alignment.rl.verl_run import run_verl
 
-    for given, option in ((emulate_npu, "--emulate-npu"), (bool(fault), "--fault")):
+    options = ((emulate_npu, "--emulate-npu"), (bool(fault), "--fault"), (executor != "ray", f"--executor {executor}"))
+    for given, option in options:
         if given:
             raise InputError(
                 "verl trains in processes of its own, which this option does not reach",

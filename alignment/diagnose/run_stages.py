@@ -22,6 +22,7 @@ How things are judged, A being the run that is trusted:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,6 +152,19 @@ def open_run(directory: Path) -> RunData:
         frozenset((step, name) for step, (_, _, odd) in named.items() for name in odd),
         output.rollouts,
     )
+
+
+def is_run(directory: Path) -> bool:
+    """Whether :func:`open_run` can read ``directory``; a folder that says it is a capture is none."""
+    if (directory / "run.json").is_file():
+        return True
+    if not directory.is_dir() or (directory / "capture.json").exists():
+        return False
+    try:
+        open_run(directory)
+    except InputError:
+        return False
+    return True
 
 
 def compare_runs(
@@ -506,6 +520,15 @@ def _judge_texts(a: RunData, b: RunData, step: int, state: _State):
     if inputs[0] != inputs[1]:
         yield _failed(step, "data", "the runs answered other prompts", "prompts", state)
         return
+    answers = [sorted((str(row["input"]), str(row["output"])) for row in rows) for rows in (rows_a, rows_b)]
+    other = len(rows_a) - sum((Counter(answers[0]) & Counter(answers[1])).values())
+    shown = Measure(name="responses with other text", value=float(other), unit=f"of {len(rows_a)}")
+    if other:
+        why = "from equal draws" if _draws_are_paired(a) and _draws_are_paired(b) else "draws are not seeded per sample"
+        text = f"{other} of {len(rows_a)} responses have other text, {why}; text alone says not how likely that is"
+        yield _unjudged(step, "rollout", text + _configured(state), (shown,))
+    else:
+        yield _passed(step, "rollout", f"all {len(rows_a)} responses have equal text", (shown,))
     scored: list[dict[tuple[str, str], float]] = [
         {(str(row["input"]), str(row["output"])): float(row["score"]) for row in rows} for rows in (rows_a, rows_b)
     ]

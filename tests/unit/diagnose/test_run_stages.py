@@ -12,6 +12,7 @@ from alignment.diagnose.run_stages import (
     compare_runs,
     config_differences,
     first_divergence,
+    is_run,
     open_run,
 )
 from alignment.errors import InputError
@@ -219,6 +220,8 @@ def test_a_folder_verl_wrote_is_compared_without_being_converted(tmp_path):
         folder.mkdir(parents=True)
         entry = {"step": 1, "data": {"actor/lr": 0.1, "training/rollout_probs_diff_mean": 0.001, "actor/entropy": temperature}}
         (folder / "run.jsonl").write_text(json.dumps(entry) + "\n")
+    (tmp_path / "other").mkdir()
+    assert is_run(tmp_path / "a") and not is_run(tmp_path / "other") and not is_run(tmp_path / "absent")
     verdicts = compare_runs(tmp_path / "a", tmp_path / "b")
     assert [(v.stage, v.outcome) for v in verdicts] == [
         ("weight_sync", Outcome.PASS), ("old_log_prob", Outcome.INCONCLUSIVE), ("update_actor", Outcome.PASS),
@@ -229,6 +232,28 @@ def test_a_folder_verl_wrote_is_compared_without_being_converted(tmp_path):
 def test_quantiles_of_counts(mean, probability, k):
     # P(N ≤ 0) = e⁻¹ = 0.3679, P(N ≤ 1) = 0.7358
     assert _poisson_quantile(mean, probability) == k
+
+
+@pytest.mark.parametrize(
+    "answers, scores, found",
+    [
+        (("x", "y"), (1.0, 0.0), [("rollout", Outcome.PASS), ("reward", Outcome.PASS)]),
+        (("x", "z"), (1.0, 0.0), [("rollout", Outcome.INCONCLUSIVE), ("reward", Outcome.PASS)]),
+        (("u", "v"), (1.0, 0.0), [("rollout", Outcome.INCONCLUSIVE), ("reward", Outcome.INCONCLUSIVE)]),
+        (("x", "y"), (0.0, 0.0), [("rollout", Outcome.PASS), ("reward", Outcome.FAIL)]),
+        (None, None, [("data", Outcome.FAIL)]),
+    ],
+)
+def test_the_text_of_a_dump_is_compared_as_far_as_text_goes(tmp_path, answers, scores, found):
+    for name, prompt, outputs, earned in (
+        ("a", "q", ("x", "y"), (1.0, 0.0)),
+        ("b", "q" if answers else "other", answers or ("x", "y"), scores or (1.0, 0.0)),
+    ):
+        (tmp_path / name / "rollouts").mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "data": {"training/global_step": 1}}\n')
+        rows = [{"input": prompt, "output": o, "score": s, "step": 1} for o, s in zip(outputs, earned, strict=True)]
+        (tmp_path / name / "rollouts" / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [(v.stage, v.outcome) for v in compare_runs(tmp_path / "a", tmp_path / "b")] == found
 
 
 def own_run(root, **metrics):
