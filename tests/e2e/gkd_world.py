@@ -20,10 +20,13 @@ STUDENT_SEED = 17
 LONG = "1 + 1 + 1 + 1 + 1 + 1 ="
 
 
-def build(root: Path, world: Path) -> Path:
-    """Writes ``root/student`` (half the width of ``world/model``), ``root/chats.jsonl`` and ``root/opsd.jsonl``."""
+HALF_WIDTH = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 16}
+
+
+def build(root: Path, world: Path, *, sizes: dict = HALF_WIDTH) -> Path:
+    """Writes ``root/student`` (``world/model`` with other sizes), ``root/chats.jsonl`` and ``root/opsd.jsonl``."""
     config = load_config(world / "model")
-    student = dataclasses.replace(config, hidden_size=16, intermediate_size=24, moe_intermediate_size=16)
+    student = dataclasses.replace(config, **sizes)
     model = CausalLM(student).init_weights(STUDENT_SEED)
     with torch.no_grad():
         model.lm_head.weight.mul_(3.0)
