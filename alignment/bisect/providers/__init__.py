@@ -1,0 +1,3 @@
+"""Environment providers: a stack made runnable by a virtual environment, a container, an activation script, or
+worktrees.
+"""
