@@ -375,8 +375,8 @@ def _judge_rollout(a: RunData, b: RunData, step: int, pair: _Pair, gaps, state: 
     if equal == count:
         yield _passed(step, "rollout", f"all {count} samples have equal tokens", (tokens, *measures))
         return
-    if not (_draws_are_paired(a) and _draws_are_paired(b)) or gaps[0] is None:
-        why = "draws are not seeded per sample" if gaps[0] is not None else "log-probs of the engine were not recorded"
+    why = _equal_draws(a, b) or ("" if gaps[0] is not None else "log-probs of the engine were not recorded")
+    if why:
         text = f"{count - equal} of {count} samples have other tokens, from {pair.first_difference()} on; {why}"
         yield _unjudged(step, "rollout", text, (tokens, *measures))
         return
@@ -524,7 +524,7 @@ def _judge_texts(a: RunData, b: RunData, step: int, state: _State):
     other = len(rows_a) - sum((Counter(answers[0]) & Counter(answers[1])).values())
     shown = Measure(name="responses with other text", value=float(other), unit=f"of {len(rows_a)}")
     if other:
-        why = "from equal draws" if _draws_are_paired(a) and _draws_are_paired(b) else "draws are not seeded per sample"
+        why = _equal_draws(a, b) or "from equal draws"
         text = f"{other} of {len(rows_a)} responses have other text, {why}; text alone says not how likely that is"
         yield _unjudged(step, "rollout", text + _configured(state), (shown,))
     else:
@@ -617,13 +617,19 @@ def _poisson_quantile(mean: float, probability: float) -> int:
     return k
 
 
-def _draws_are_paired(run: RunData) -> bool:
-    """Whether every sample draws with a seed of its own."""
-    if run.engine == "alignment":
-        return True
+def _equal_draws(a: RunData, b: RunData) -> str:
+    """Why the two runs do not draw with the same seeds, sample by sample; empty where they do."""
+    if a.engine != b.engine:
+        return "the runs draw by different rules"
+    if a.engine == "alignment":
+        return "" if a.config.get("trainer.seed") == b.config.get("trainer.seed") else "the runs have different seeds"
     from alignment.rl.verl_sampling import NAME
 
-    return run.config.get("actor_rollout_ref.rollout.agent.default_agent_loop") == NAME
+    agent = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    if not a.config.get(agent) == b.config.get(agent) == NAME:
+        return "draws are not seeded per sample"
+    same = all(a.config.get(key) == b.config.get(key) for key in ("actor_rollout_ref.rollout.seed", "trainer.use_v1"))
+    return "" if same else "the runs have different seeds"
 
 
 def _repeats_exactly(a: RunData, b: RunData) -> bool:

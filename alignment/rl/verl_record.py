@@ -328,24 +328,25 @@ def _samples(config: Mapping[str, Any]) -> int:
 
 def _from_samples(output: VerlOutput, run_dir: Path, step: int, *, n: int) -> tuple[dict[str, float], CurveStep | None]:
     """What single samples say about a step: metrics verl has under no name of ours, and its line of the curve."""
-    rows, recorded = output.rollouts.get(step), batch_path(run_dir, step)
+    rows, recorded = output.rollouts.get(step, []), batch_path(run_dir, step)
     batch = read_batch(recorded) if recorded.exists() else None
     derived = _gap(batch.tensors) if batch is not None else {}
-    if not rows:
-        return derived, None
-    if batch is not None and len(batch) == len(rows):
+    if batch is not None:
         prompts = list(batch.prompt_ids)
-        lengths = batch.tensors["response_mask"].sum(1).astype(float).tolist()
+        # The v1 trainer sorts its dump by names of its own.
+        if len(rows) != len(batch) or "uid" in rows[0]:
+            rows = [{}] * len(batch)
     else:
         prompts = [hashlib.sha256(str(row["input"]).encode()).hexdigest()[:16] for row in rows]
-        lengths = None
-    reward, score = _rewards(rows, batch.tensors if batch is not None and len(batch) == len(rows) else {}, output.metrics[step])
+    if not prompts:
+        return derived, None
+    reward, score = _rewards(rows, batch.tensors if batch is not None else {}, output.metrics[step])
     values = {"reward": reward, "score": score}
+    if batch is not None:
+        values["response_length"] = (batch.tensors["response_mask"] != 0).sum(1).astype(float).tolist()
     if all(isinstance(row.get("acc"), (int, float)) for row in rows):
         values["correctness"] = [float(row["acc"]) for row in rows]
         derived["acc/before_filter"] = derived["acc/after_filter"] = math.fsum(values["correctness"]) / len(rows)
-    if lengths is not None:
-        values["response_length"] = lengths
     derived["reward/before_filter"] = derived["reward/after_filter"] = math.fsum(values["score"]) / len(rows)
     scalars = {"log_prob_gap": derived[GAP]} if GAP in derived else {}
     try:
@@ -363,16 +364,16 @@ def _from_samples(output: VerlOutput, run_dir: Path, step: int, *, n: int) -> tu
 def _rewards(
     rows: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> tuple[list[float], list[float]]:
-    """Reward and score (the reward before the overlong penalty) of every row of a dump.
+    """Reward and score (the reward before the overlong penalty, where the dump knows it) of every row.
 
     The dump's ``score`` is the reward, unless the reward function returns a ``score`` of its own, which then takes its
     place; the mean of the rewards, which the trainer logs, tells which of the two it is.
     """
-    shown = [float(row["score"]) for row in rows]
     penalty = [float(row.get("overlong_reward") or 0.0) for row in rows]
     if "token_level_scores" in tensors:
         reward = tensors["token_level_scores"].astype(float).sum(1).tolist()
     else:
+        shown = [float(row["score"]) for row in rows]
         mean = metrics.get("critic/score/mean", math.nan)
         with_penalty = [s + p for s, p in zip(shown, penalty, strict=True)]
         replaced = abs(math.fsum(with_penalty) / len(rows) - mean) < abs(math.fsum(shown) / len(rows) - mean)

@@ -41,7 +41,7 @@ class Policy:
 
 def train(
     root, *, temperature=1.0, stale_at=(), score_bug_at=None, old_bug_at=None, advantage_bug_at=None, update_bug_at=None,
-    noise_seed=0, grad_noise=0.0, paired=True, prompts_from=0, metrics_only=False, not_finite_at=None, lr=1e-3,
+    noise_seed=0, grad_noise=0.0, paired=True, prompts_from=0, metrics_only=False, not_finite_at=None, lr=1e-3, seed=5,
 ):  # fmt: skip
     """A run of STEPS steps: sampling by inverse CDF with a uniform draw per sample and position."""
     trainer, engine = Policy(1), Policy(1)
@@ -55,7 +55,7 @@ def train(
         names, numbers, rows = [], [], {k: [] for k in ("responses", "rollout_log_probs", "old_log_probs")}
         for prompt in range(prompts_from, prompts_from + PROMPTS):
             for sample in range(SAMPLES):
-                key = [5, step, prompt, sample] + ([] if paired else [noise_seed])
+                key = [seed, step, prompt, sample] + ([] if paired else [noise_seed])
                 draws = np.random.Generator(np.random.Philox(key=int.from_bytes(bytes(key), "big"))).random(R)
                 last, tokens, ours, theirs = prompt % VOCAB, [], [], []
                 for draw in draws:
@@ -109,7 +109,7 @@ def train(
     about = {"engine": "verl", "not_finite": [] if not_finite_at is None else [[not_finite_at, "actor/grad_norm"]]}
     (root / "run.json").write_text(json.dumps({"device": "cpu", "verl": about}))
     agent = {"default_agent_loop": NAME if paired else "single_turn_agent"}
-    rollout = {"temperature": temperature, "agent": agent}
+    rollout = {"temperature": temperature, "agent": agent, "seed": seed}
     (root / "config.json").write_text(
         json.dumps({"actor_rollout_ref": {"rollout": rollout}, "trainer": {"default_local_dir": str(root)}})
     )
@@ -169,6 +169,13 @@ def test_without_seeds_per_sample_log_probs_are_judged_and_tokens_are_not(tmp_pa
     assert "trained on other tokens at step 1" in verdicts[-1].reason and verdicts[-1].step == 2
     hot = train(tmp_path / "hot", paired=False, noise_seed=1, temperature=1.2)
     assert named(compare_runs(a, hot)) == (1, "rollout"), "shared tokens tell the temperature all the same"
+
+
+def test_runs_with_different_seeds_may_draw_different_tokens(a, tmp_path):
+    verdicts = compare_runs(a, train(tmp_path / "b", noise_seed=1, seed=6))
+    assert named(verdicts) is None
+    rollout = next(v for v in verdicts if v.stage == "rollout")
+    assert rollout.outcome is Outcome.INCONCLUSIVE and "the runs have different seeds" in rollout.reason
 
 
 def test_a_gradient_norm_that_differs_is_judged_by_repeats_only(a, tmp_path):

@@ -139,6 +139,28 @@ def test_the_dumps_score_is_the_reward_or_what_the_reward_function_returned(tmp_
     assert (curve.curve("reward")[0], curve.curve("score")[0]) == (reward, score)
 
 
+@pytest.mark.parametrize("dumped_by", ["legacy", "v1"])
+def test_a_recorded_batch_knows_the_reward_of_either_trainer(tmp_path, dumped_by):
+    """The v1 trainer's dump is in another order, under names of its own: only the batch says who earned what."""
+    root, run_dir = verl_folder(tmp_path / "theirs", steps=(1,)), tmp_path / "ours"
+    if dumped_by == "v1":
+        rows = [row(p, f"{p}{i}", -1.0, uid=f"{p}_{i}_0", acc=None) for p in "ba" for i in range(2)]
+        (root / "rollouts" / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    scores = np.array([[0, -1.0], [0, -2.0], [-3.0, 0], [0, -4.0]], np.float32)
+    mask = np.array([[1, 1], [1, 1], [1, 0], [1, 1]], np.int32)
+    tensors = {"token_level_scores": scores, "response_mask": mask}
+    write_batch(
+        batch_path(run_dir, 1), BatchRecord(step=1, tensors=tensors, prompt_ids=tuple("aabb"), samples=(0, 1, 0, 1))
+    )
+    record_verl_run(root, run_dir, device="cpu")
+    step = read_run(run_dir).curve.steps[0]
+    assert step.prompt_ids == ("a", "b") and step.groups["reward"].mean == (-1.5, -3.5)
+    assert step.groups["response_length"].mean == (2.0, 1.5)
+    penalty = 0.5 if dumped_by == "legacy" else 0.0
+    assert step.groups["score"].mean == (-1.5 + penalty, -3.5 + penalty)
+    assert ("correctness" in step.groups) == (dumped_by == "legacy")
+
+
 def test_metrics_that_are_not_finite_are_named_and_not_written(tmp_path):
     root = verl_folder(tmp_path / "theirs")
     path = root / "project" / "name.jsonl"
