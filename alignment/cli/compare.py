@@ -35,6 +35,10 @@ def compare(
     ] = None,
     golden_format: Annotated[Optional[str], typer.Option(help="Format of GOLDEN, where it is not found out.")] = None,
     target_format: Annotated[Optional[str], typer.Option(help="Format of TARGET, where it is not found out.")] = None,
+    repeat: Annotated[
+        Optional[list[Path]],
+        typer.Option("--repeat", help="Runs: a further run of GOLDEN's configuration, whose spread is noise (repeatable)."),
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="Label of the device the target ran on.")] = "unknown",
     as_json: JsonOption = False,
 ) -> None:
@@ -43,7 +47,7 @@ def compare(
     Exit code 0: aligned; 1: they diverge, or a module, call or parameter is missing; 2: they cannot be compared.
     """
     if _is_run(golden) and _is_run(target):
-        raise typer.Exit(_compare_runs(golden, target, name_map, noise, device, as_json))
+        raise typer.Exit(_compare_runs(golden, target, name_map, noise, repeat, device, as_json))
     from alignment.capture.readers import open_capture
     from alignment.diagnose.capture_comparison import compare_captures, learn_noise, load_noise
     from alignment.diagnose.capture_comparison import save_noise as write_noise
@@ -84,7 +88,7 @@ def _is_run(path: Path) -> bool:
     return is_run(path)
 
 
-def _compare_runs(golden: Path, target: Path, name_map, noise, device: str, as_json: bool) -> int:
+def _compare_runs(golden: Path, target: Path, name_map, noise, repeats, device: str, as_json: bool) -> int:
     """Stages first; then, where both runs captured it, the first module in the first stage that diverges."""
     from alignment.capture.readers import open_capture
     from alignment.diagnose.capture_comparison import compare_captures, load_noise
@@ -92,7 +96,7 @@ def _compare_runs(golden: Path, target: Path, name_map, noise, device: str, as_j
     from alignment.diagnose.run_stages import compare_runs, first_divergence
     from alignment.report.comparison_view import comparison_lines
 
-    stages = compare_runs(golden, target)
+    stages = compare_runs(golden, target, repeats=repeats or ())
     first = first_divergence(stages)
     comparison = None
     captures = golden / CAPTURE, target / CAPTURE

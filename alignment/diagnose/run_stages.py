@@ -573,7 +573,7 @@ def _judge_metrics(a: RunData, b: RunData, repeats: Sequence[RunData], step: int
         text = f"{name} is {a.metrics[step][name]:.6g} and {b.metrics[step][name]:.6g}"
         yield _failed(step, stage, text, name, state, tuple(measures))
     elif open_ends:
-        text = f"{', '.join(open_ends)} differ; hand over repeats of the first run to judge them{_configured(state)}"
+        text = f"{', '.join(open_ends)} differ; repeats of the first run (--repeat) would tell by how much they may{_configured(state)}"
         yield _unjudged(step, stage, text, tuple(measures))
     else:
         yield _passed(step, stage, f"{', '.join(names)} agree", tuple(measures))

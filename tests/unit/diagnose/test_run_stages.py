@@ -182,7 +182,7 @@ def test_a_gradient_norm_that_differs_is_judged_by_repeats_only(a, tmp_path):
     noisy = train(tmp_path / "b", noise_seed=1, grad_noise=1e-3)
     update = [v for v in compare_runs(a, noisy) if v.stage == "update_actor"]
     assert {v.outcome for v in update} == {Outcome.INCONCLUSIVE}
-    assert "actor/grad_norm differ; hand over repeats" in update[0].reason
+    assert "actor/grad_norm differ; repeats of the first run (--repeat)" in update[0].reason
     repeats = [train(tmp_path / f"r{i}", noise_seed=2 + i, grad_noise=1e-3) for i in range(4)]
     assert named(compare_runs(a, noisy, repeats=repeats)) is None
     wrong = train(tmp_path / "c", noise_seed=1, grad_noise=0.5)
