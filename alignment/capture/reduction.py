@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.numerics.sketch import LARGEST, Buckets, Filling, Place, bounded
+from alignment.capture.kernel import Sketcher, kernel
+from alignment.numerics.sketch import LARGEST, Buckets, Filling, Place, bounded, sketch_tables
 
 _MIXED_AT_ONCE = 32
 _ABSENT = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -69,6 +70,7 @@ class Reducer:
         self._buckets: dict[str, Buckets] = {}
         self._pending: dict[str, tuple[Tensor, list[int]]] = {}
         self._pieces: dict[str, Tensor] = {}
+        self._sketcher: Sketcher | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -77,6 +79,7 @@ class Reducer:
         self._statistics: list[tuple[float, ...] | None] = []
         self._on_device: dict[str, list[tuple[int, int, Tensor]]] = {}
         self._sketches: list[Tensor] = []
+        self._ready: list[tuple[int, np.ndarray]] = []
         self._sketch_rows: list[list[int]] = []
         self._sketch_count = 0
         for _, indices in self._pending.values():
@@ -127,7 +130,7 @@ class Reducer:
             stacked = torch.stack([row for _, _, row in rows])
             fetched.append(([(i, count) for i, count, _ in rows], *_to_host(stacked)))
         sketches = [(rows, *_to_host(mixed)) for rows, mixed in zip(self._sketch_rows, self._sketches)]
-        total, size = self._sketch_count, self.sketch_size
+        total, size, ready = self._sketch_count, self.sketch_size, self._ready
 
         def all_statistics() -> np.ndarray:
             out = np.array([row or _ABSENT for row in statistics], np.float64).reshape(-1, 7)
@@ -139,6 +142,8 @@ class Reducer:
 
         def all_sketches() -> np.ndarray:
             out = np.zeros((total, size), np.float32)
+            for index, sketch in ready:
+                out[index] = sketch
             for rows, host, wait in sketches:
                 wait()
                 out[rows] = host.numpy()
@@ -161,19 +166,51 @@ class Reducer:
         self._statistics.append(None)
         on_cpu = t.device.type == "cpu"
         if not self.sketch_size:
-            self._whole(index, t, None, None, on_cpu)
+            if not (on_cpu and self._at_once(index, t, sketch=False)):
+                self._whole(index, t, None, None, on_cpu)
             return Reduced(index, -1, 0, stored)
         first = self._sketch_count
         if slices is None:
-            self._whole(index, t, place, self._fill(t), on_cpu)
+            if place is not None or not (on_cpu and self._at_once(index, t, sketch=True)):
+                self._whole(index, t, place, self._fill(t), on_cpu)
             return Reduced(index, first, 0, stored)
-        self._whole(index, t, None, None, on_cpu)
+        if not (on_cpu and self._at_once(index, t, sketch=False)):
+            self._whole(index, t, None, None, on_cpu)
         for part in slices:
+            if on_cpu and self._at_once(None, part, sketch=True):
+                continue
             flat, fill = part.reshape(-1), self._fill(t)
             for group, piece in fill.buckets.pieces(flat, None):
                 fill.add(group, bounded(piece.float()))
             fill.finish()
         return Reduced(index, first, len(slices), stored)
+
+    def _at_once(self, index: int | None, t: Tensor, *, sketch: bool) -> bool:
+        """One pass in C++; False where there is no fast path, or the numbers need the careful one."""
+        fast = kernel()
+        count = t.numel()
+        if fast is None or not count or not fast.takes(t):
+            return False
+        flat = _flat(t, ordered=sketch)
+        made = None
+        if not sketch:
+            found = fast.statistics(flat)
+        else:
+            if self._sketcher is None:
+                self._sketcher = fast.sketcher(sketch_tables(self.sketch_size, self.sketch_seed))
+            both = self._sketcher.reduce(flat)
+            found, made = both if both is not None else (None, None)
+        if found is None:
+            return False
+        high, low, total, square = found
+        if not math.isfinite(square) or 0.0 < max(abs(high), abs(low)) < _SMALL:
+            return False
+        if index is not None:
+            self._statistics[index] = (high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count))
+        if made is not None:
+            self._ready.append((self._sketch_count, made))
+            self._sketch_count += 1
+        return True
 
     def _whole(self, index: int, t: Tensor, place: Place | None, fill: Filling | None, on_cpu: bool) -> None:
         if not on_cpu:

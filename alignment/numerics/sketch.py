@@ -46,7 +46,7 @@ LARGEST = 1e30
 """Larger elements (the fill of a mask, say) count as this, so that sums of float32 stay finite."""
 _ROWS = 8
 _SPREAD = 16
-_FOLD = 64
+FOLD = 64
 """Groups that are added in float32 before the sum moves to float64: rounding stays far below 1e-6 of the sum."""
 
 
@@ -81,9 +81,22 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Tables:
+class SketchTables:
+    """The fixed random numbers of a sketch.
+
+    Attributes:
+        size, seed: of the sketch.
+        prime: number of buckets.
+        rows: so many times ``prime`` elements are a group, which one slice of the sign table serves.
+        step: by which the slice moves from group to group.
+        signs: the sign table, float32 [(rows + 1)·prime].
+        before, after: signs around the rotation, float32 [16, size]; ``after`` carries the rotation's scale.
+        left, right: the rotation is ``left @ block @ right`` on a block as a matrix.
+    """
+
     size: int
     prime: int
+    rows: int
     step: int
     seed: int
     signs: np.ndarray
@@ -95,7 +108,7 @@ class _Tables:
     @property
     def group(self) -> int:
         """Elements that one slice of the sign table serves."""
-        return _ROWS * self.prime
+        return self.rows * self.prime
 
     def offset(self, group: int) -> int:
         """Where in the sign table a group begins."""
@@ -107,7 +120,12 @@ class _Tables:
 
 
 @functools.lru_cache(maxsize=8)
-def _tables(size: int, seed: int) -> _Tables:
+def sketch_tables(size: int, seed: int) -> SketchTables:
+    """The tables of a size and a seed, built once.
+
+    Raises:
+        InputError: the size is no power of two ≥ 4, or the seed has more than 32 bits.
+    """
     if size < 4 or size & (size - 1):
         raise InputError("the size of a sketch is a power of two", where="sketch size", expected="4, 8, …, 1024, …", found=size)
     if not 0 <= seed < 1 << 32:
@@ -120,7 +138,7 @@ def _tables(size: int, seed: int) -> _Tables:
     bits = size.bit_length() - 1
     left, right = _hadamard(1 << bits // 2), _hadamard(1 << (bits - bits // 2))
     scale = np.float32(1 / math.sqrt(size))
-    return _Tables(size, prime, step, seed, signs, before, after * scale, left, right)
+    return SketchTables(size, prime, _ROWS, step, seed, signs, before, after * scale, left, right)
 
 
 @functools.lru_cache(maxsize=64)
@@ -143,7 +161,7 @@ def sketch_array(
     Raises:
         InputError: the size is no power of two, or ``place`` has another number of elements.
     """
-    tables = _tables(size, seed)
+    tables = sketch_tables(size, seed)
     flat = np.asarray(x).reshape(-1)
     total = np.zeros(tables.prime)
     for group, piece in _pieces(flat, place, tables, np.zeros):
@@ -206,7 +224,7 @@ class Buckets:
     """The signed bucket sums of a sketch on one device, for those who have the elements in hand piece by piece."""
 
     def __init__(self, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED, device: torch.device | str = "cpu") -> None:
-        self.tables = _tables(size, seed)
+        self.tables = sketch_tables(size, seed)
         self.size, self.seed, self.device = size, seed, str(device)
         self.signs, self.ones = _signs_on(size, seed, self.device)
         self.group = self.tables.group
@@ -264,7 +282,7 @@ class Filling:
             total.add_(rows.sum(0), alpha=alpha)
         if n > whole:
             total[: n - whole].add_(product[whole:], alpha=alpha)
-        if self._count % _FOLD == 0:
+        if self._count % FOLD == 0:
             self._high = total.double() if self._high is None else self._high.add_(total)
             total.zero_()
 
@@ -284,7 +302,7 @@ def mix(sums: torch.Tensor, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED)
     return rotated.mul_(after).sum(-2)
 
 
-def _pieces(flat, place: Place | None, tables: _Tables, zeros):
+def _pieces(flat, place: Place | None, tables: SketchTables, zeros):
     """(group, elements) in the order of the whole; each piece begins at the first element of its group, and what a
     shard does not hold is zero."""
     group = tables.group
@@ -334,14 +352,14 @@ def _pieces(flat, place: Place | None, tables: _Tables, zeros):
 def _signs_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    return torch.from_numpy(_tables(size, seed).signs).to(device), torch.ones(_ROWS, device=device)
+    return torch.from_numpy(sketch_tables(size, seed).signs).to(device), torch.ones(_ROWS, device=device)
 
 
 @functools.lru_cache(maxsize=16)
 def _mixing_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, ...]:
     import torch
 
-    tables = _tables(size, seed)
+    tables = sketch_tables(size, seed)
     return tuple(torch.from_numpy(t).to(device) for t in (tables.before, tables.after, tables.left, tables.right))
 
 

@@ -22,7 +22,7 @@ DRAWS = 80
 ROWS, COLUMNS, HEAD = 256, 512, 64
 EPS = torch.finfo(torch.float32).eps
 # A sketch is a sum of at most _FOLD groups of _ROWS rows in float32, then log2(size) butterflies of a rotation.
-SUMMED = module._FOLD + module._ROWS + SKETCH_SIZE.bit_length()
+SUMMED = module.FOLD + module._ROWS + SKETCH_SIZE.bit_length()
 
 
 def normal(shape, seed, stream="x"):

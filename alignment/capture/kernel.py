@@ -1,0 +1,150 @@
+"""The fast path of reductions on a CPU: one pass in C++, built on first use where there is a compiler.
+
+Without one, with ``ALIGNMENT_CAPTURE_KERNEL=off``, or for other dtypes, torch's own operations do the same in several
+passes. Nothing but the time depends on it: both follow :mod:`alignment.numerics.sketch`, up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.devices.emulated_npu.build import cache_directory, compiler
+from alignment.numerics.sketch import FOLD, LARGEST, SketchTables
+
+SOURCE = Path(__file__).with_name("reduction.cpp")
+SWITCH = "ALIGNMENT_CAPTURE_KERNEL"
+# Sums may be taken in any order of their 16 lanes; elements that are not finite are found by their bits.
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+_NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
+_SECONDS = 120
+
+
+class Kernel:
+    """The built library."""
+
+    def __init__(self, library: Path) -> None:
+        loaded = ctypes.CDLL(str(library))
+        self._functions = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            function = getattr(loaded, f"alignment_reduce_{str(dtype).removeprefix('torch.')}")
+            pointer, integer = ctypes.c_void_p, ctypes.c_int64
+            function.argtypes = [pointer, integer, pointer, pointer, integer, integer, integer, integer, pointer, pointer]
+            function.restype = ctypes.c_int
+            self._functions[dtype] = function
+        self._mix = loaded.alignment_mix
+        self._mix.argtypes, self._mix.restype = [pointer, integer, integer, pointer, pointer, pointer], None
+        self._out = np.empty(4)
+        self._out_at = self._out.ctypes.data
+
+    def takes(self, flat: Tensor) -> bool:
+        """Whether it reduces such a tensor."""
+        return flat.dtype in self._functions
+
+    def statistics(self, flat: Tensor) -> tuple[float, float, float, float] | None:
+        """Maximum, minimum, sum and sum of squares of a flat contiguous tensor; None where one is not finite."""
+        broken = self._functions[flat.dtype](flat.data_ptr(), flat.numel(), None, None, 0, 0, 0, 0, None, self._out_at)
+        return None if broken else tuple(self._out.tolist())
+
+    def sketcher(self, tables: SketchTables) -> Sketcher:
+        """What reduces and sketches with these tables."""
+        return Sketcher(self, tables)
+
+
+class Sketcher:
+    """Reduces and sketches in one pass, in room of its own."""
+
+    def __init__(self, kernel: Kernel, tables: SketchTables) -> None:
+        self._kernel, self._tables = kernel, tables
+        self._signs = tables.signs.astype(np.int8)
+        self._before = tables.before.astype(np.int8)
+        self._after = np.ascontiguousarray(tables.after, np.float32)
+        self._sums = np.zeros(tables.before.size, np.float32)
+        self._flips: dict[int, np.ndarray] = {}
+        self._fixed = tables.prime, tables.rows, tables.step
+
+    def reduce(self, flat: Tensor) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
+        """(statistics, sketch) of a flat contiguous tensor.
+
+        None where an element is not finite or larger than a sketch takes.
+        """
+        tables, kernel, sums = self._tables, self._kernel, self._sums
+        n = flat.numel()
+        used = min(n, tables.prime)
+        blocks = -(-used // tables.size)
+        sums[: blocks * tables.size] = 0
+        high, low, total, square = -np.inf, np.inf, 0.0, 0.0
+        precise = None
+        at, function, item = flat.data_ptr(), kernel._functions[flat.dtype], flat.element_size()
+        for begin in range(0, n, FOLD * tables.group):
+            first = begin // tables.group
+            length = min(n - begin, FOLD * tables.group)
+            if first not in self._flips:
+                self._flips[first] = np.array([tables.flips(first + i) for i in range(FOLD)], np.uint8)
+            broken = function(
+                at + begin * item, length, self._signs.ctypes.data, self._flips[first].ctypes.data, *self._fixed, first,
+                sums.ctypes.data, kernel._out_at,
+            )  # fmt: skip
+            a, b, s, q = kernel._out.tolist()
+            if broken or a > LARGEST or b < -LARGEST:
+                return None
+            high, low, total, square = max(high, a), min(low, b), total + s, square + q
+            if n > FOLD * tables.group:
+                precise = sums.astype(np.float64) if precise is None else precise + sums
+                sums[:] = 0
+        if precise is not None:
+            sums[:] = precise
+        sketch = np.empty(tables.size, np.float32)
+        kernel._mix(
+            sums.ctypes.data, tables.size, blocks, self._before.ctypes.data, self._after.ctypes.data, sketch.ctypes.data
+        )
+        return (high, low, total, square), sketch
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """The fast path, or None where it is switched off or cannot be built."""
+    if os.environ.get(SWITCH, "").lower() in ("off", "0", "false"):
+        return None
+    try:
+        return Kernel(_built())
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def _built() -> Path:
+    command = [*compiler(), *_FLAGS, *filter(None, [_NATIVE.get(platform.machine())])]
+    digest = hashlib.sha256()
+    for part in (SOURCE.read_bytes(), " ".join(command).encode(), _processor()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    library = cache_directory() / "capture" / f"libreduction-{digest.hexdigest()[:16]}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            subprocess.run(
+                [*command, "-o", str(made), str(SOURCE)], check=True, capture_output=True, timeout=_SECONDS
+            )
+            # Two processes that build at once put the same library in the same place.
+            os.replace(made, library)
+    return library
+
+
+def _processor() -> bytes:
+    """What the compiler's ``native`` depends on: a cache may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor().encode()
+    kinds = ("model name", "flags", "Features", "CPU part", "CPU implementer")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)})).encode()
