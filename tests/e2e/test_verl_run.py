@@ -92,7 +92,7 @@ def test_three_steps_are_a_run_like_ours(run):
 
 def test_the_checkpoint_is_a_model_of_ours_that_has_moved(run):
     weights = read_verl_output(run).weights(STEPS)
-    before, after = load_state(run / "model"), load_state(weights)
+    before, after = load_state(run / "model_seed1"), load_state(weights)
     assert before.keys() == after.keys() and all(before[k].shape == after[k].shape for k in before)
     moved = max(float((after[k].double() - before[k].double()).abs().max()) for k in before)
     # Adam moves a weight by about its learning rate in a step

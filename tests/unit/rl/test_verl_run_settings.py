@@ -40,7 +40,20 @@ def test_a_preset_is_translated_and_its_output_goes_below_the_run(tmp_path):
     assert ours.trainer.total_training_steps == settings["trainer.total_training_steps"] == 40
     assert settings["trainer.rollout_data_dir"] == str(tmp_path / "verl" / "rollouts")
     assert settings["trainer.default_local_dir"] == str(tmp_path / "checkpoints")
-    assert settings["actor_rollout_ref.model.path"] == str(tmp_path / "model")
+    assert settings["actor_rollout_ref.model.path"] == str(tmp_path / "model_seed1")
+
+
+def test_an_override_moves_what_follows_from_it(tmp_path):
+    plain, _ = compose("dapo-tiny", device="cpu", run_dir=tmp_path)
+    longer = ["data.max_response_length=100", "trainer.total_training_steps=2", "trainer.seed=9", "trainer.logger=[wandb]"]
+    settings, ours = compose("dapo-tiny", longer, device="cpu", run_dir=tmp_path)
+    assert settings["actor_rollout_ref.rollout.max_model_len"] > 112 > plain["actor_rollout_ref.rollout.max_model_len"]
+    assert settings["trainer.save_freq"] == 2 and settings["actor_rollout_ref.rollout.seed"] == 9
+    assert ours.data.max_response_length == 100
+    with pytest.raises(InputError, match="vLLM's MLA kernels do not support"):
+        compose("dapo-tiny", device="cuda", run_dir=tmp_path)
+    fits = ["actor_rollout_ref.model.path=" + settings["actor_rollout_ref.model.path"]]
+    compose("dapo-tiny", fits, device="cuda", run_dir=tmp_path)
 
 
 def test_a_file_in_verls_tree_is_told_from_one_of_ours(tmp_path):
@@ -57,10 +70,10 @@ def test_a_file_in_verls_tree_is_told_from_one_of_ours(tmp_path):
 def test_narrow_heads_are_widened_on_the_cpu_and_refused_elsewhere(tmp_path):
     config = located(load_config("dapo-tiny"))
     fitted = fitting(config, tmp_path, device="cpu")
-    model = load_model_config(tmp_path / "model")
+    model = load_model_config(tmp_path / "model_seed1")
     assert (model.kv_lora_rank, model.qk_rope_head_dim, model.vocab_size) == (512, 64, 256)
-    assert fitted.actor_rollout_ref.model.path == str(tmp_path / "model")
-    assert (tmp_path / "model" / "tokenizer.json").is_file()
+    assert fitted.actor_rollout_ref.model.path == str(tmp_path / "model_seed1")
+    assert (tmp_path / "model_seed1" / "tokenizer.json").is_file()
     assert fitting(fitted, tmp_path / "again", device="cuda") == fitted, "a model that fits stays"
     with pytest.raises(InputError, match="do not support these head widths.*expected kv_lora_rank 512"):
         fitting(config, tmp_path / "other", device="cuda")
