@@ -20,6 +20,7 @@ from alignment.cli import (
     memory,
     stress,
     training,
+    triage,
     verl,
 )
 from alignment.errors import InputError
@@ -34,6 +35,7 @@ app.command("read-verl")(verl.read_verl)
 app.command("compare")(compare.compare)
 app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
+app.command("triage")(triage.triage)
 app.command("stress")(stress.stress)
 app.command("doctor")(environment.doctor)
 app.add_typer(baseline.baseline_app, name="baseline")

@@ -51,7 +51,7 @@ def gkd(
     from alignment.errors import InputError
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
-    from alignment.report.run_directory import finite, new_run_directory, write_verdicts
+    from alignment.report.run_directory import finite, new_run_directory, write_stack, write_verdicts
     from alignment.report.terminal import print_verdicts
     from alignment.rl.config import load_config
     from alignment.rl.gkd_config import GkdConfig
@@ -89,6 +89,8 @@ def gkd(
                 settings, Path(config).stem, baselines=baseline, device=chosen, run=run
             )
             write_verdicts(directory, verdicts)
+    for result in results:
+        write_stack(result.directory)
     code = ALIGNED if baseline is None else exit_code(verdicts, require=require)
     if as_json:
         document = {"run": str(directory), "metrics": results[0].metrics}

@@ -55,7 +55,7 @@ def dapo(
     from alignment.capture.pipeline import capture_observer
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
-    from alignment.report.run_directory import new_run_directory
+    from alignment.report.run_directory import new_run_directory, write_stack
     from alignment.rl.config import load_config
     from alignment.rl.run import run_dapo
 
@@ -77,6 +77,7 @@ def dapo(
             worker_setup=WORKER_SETUP if executor == "ray" else None,
             observers=observers,
         )
+    write_stack(result.directory)
     if as_json:
         print(json.dumps({"run": str(result.directory), "metrics": result.metrics}, indent=1))
     else:

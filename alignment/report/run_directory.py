@@ -12,7 +12,7 @@ from alignment.files import read_json, write_json
 from alignment.numerics.verdict import Verdict
 
 VERDICTS = "verdicts.json"
-PROVENANCE = "provenance.json"
+PROVENANCE, STACK = "provenance.json", "stack.yaml"
 SCHEMA = 1
 
 
@@ -37,6 +37,16 @@ def write_verdicts(directory: Path, verdicts: Iterable[Verdict]) -> Path:
     path = directory / VERDICTS
     write_json(path, {"schema": SCHEMA, "verdicts": [finite(v.to_dict()) for v in verdicts]})
     return path
+
+
+def write_stack(directory: Path) -> Path:
+    """Freezes the running software stack into the directory of a run: what triage compares and bisect starts from."""
+    from alignment.bisect.freeze import freeze_stack
+    from alignment.bisect.stack import save_stack
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_stack(freeze_stack(name=directory.name).stack, directory / STACK)
+    return directory / STACK
 
 
 def read_verdicts(directory: Path) -> list[Verdict]:

@@ -56,3 +56,8 @@ def dying():
         yield
     finally:
         stress.observe = honest
+
+
+def lone_card():
+    """The only card flips, so that nothing but its own past tells."""
+    return flipping(0)

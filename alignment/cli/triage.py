@@ -1,0 +1,48 @@
+"""Why a run does not equal its baseline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from alignment.cli.options import JsonOption, console_on
+
+
+def triage(
+    dut: Annotated[Path, typer.Argument(metavar="RUN", help="The run under test: ours, or verl's output folder.")],
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="The run it should equal.")],
+    repeat: Annotated[
+        Optional[list[Path]], typer.Option(help="A further run of the baseline's configuration (repeatable).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The six axes: hyper-parameters, data, hardware, software stack, model and weights, scoring; the cause first.
+
+    Exit code 0: no axis finds anything; 1: a cause is named; 2: the runs cannot be read.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    from alignment.diagnose.triage import triage as examine
+
+    found = examine(dut, baseline, repeats=tuple(repeat or ()))
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1, default=str))
+        raise typer.Exit(found.exit_code)
+    console = console_on(False)
+    table = Table("axis", "verdict", "what", box=None, pad_edge=False, header_style="bold")
+    for axis in found.axes:
+        table.add_row(axis.axis, axis.outcome.value, escape(axis.reason))
+    console.print(table)
+    for number, cause in enumerate(found.causes, 1):
+        console.print(f"{number}. {cause.axis}: {cause.cause}: {cause.evidence}", markup=False, highlight=False)
+    for mode in found.modes:
+        console.print(f"failure mode: {mode.name} at step {mode.step}: {mode.evidence}", markup=False, highlight=False)
+    if found.first is not None:
+        console.print(f"first divergence: {found.first}", markup=False, highlight=False)
+    for command in dict.fromkeys(axis.next_command for axis in found.axes if axis.next_command):
+        console.print(f"next: {command}", markup=False, highlight=False)
+    raise typer.Exit(found.exit_code)

@@ -1,0 +1,119 @@
+"""Axis 2: what was fed to the model, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.run_stages import RunData
+from alignment.errors import InputError
+from alignment.files import read_json
+from alignment.rl.batch_record import BatchRecord
+from alignment.rl.tracking import GROUPS, read_series
+
+AXIS = AXES[1]
+FIRST, AROUND = 10, (9, 10, 11)
+"""The first ten batches, those around step 10, and then all that are left: where people look."""
+
+
+def prompts_by_step(run: RunData) -> dict[int, list[str]]:
+    """The names of the prompts of every step, in the order in which they were used."""
+    path = run.directory / GROUPS
+    if path.is_file():
+        return {int(line["step"]): list(line["prompt_ids"]) for line in read_series(path) if "prompt_ids" in line}
+    return {step: [str(row["input"]) for row in rows] for step, rows in run.texts.items()}
+
+
+def check(dut: RunData, baseline: RunData) -> AxisReport:
+    """The first batch, sample and token that differ; and whether it is the order, the content or the tokens."""
+    ours, theirs = prompts_by_step(dut), prompts_by_step(baseline)
+    steps = sorted(set(ours) & set(theirs))
+    if not steps:
+        return report(AXIS, [], compared="", unseen="a run recorded no prompts")
+    findings: list[Finding] = []
+    for step in steps:
+        if ours[step] != theirs[step]:
+            findings.append(_parted(step, ours[step], theirs[step], _alike(ours, theirs, steps)))
+            break
+    recorded = 0
+    for step in _in_order(steps):
+        if findings:
+            break
+        pair = dut.batch(step), baseline.batch(step)
+        if None not in pair:
+            recorded += 1
+            found = _tokens(step, *pair)
+            if found:
+                findings.append(found)
+    hashes = [_hash(run.directory) for run in (dut, baseline)]
+    if not findings and None not in hashes and hashes[0] != hashes[1]:
+        findings.append(
+            Finding(
+                axis=AXIS,
+                cause="the data differ where no step has looked yet",
+                evidence=f"content {hashes[1][:12]} → {hashes[0][:12]}",
+                weight=1,
+            )
+        )
+    compared = f"{len(steps)} batches have the same prompts in the same order"
+    if recorded:
+        compared += f", {recorded} of them compared token by token"
+    return report(AXIS, findings, compared=compared)
+
+
+def _parted(step: int, ours: Sequence[str], theirs: Sequence[str], order_only: bool) -> Finding:
+    place = next(i for i in range(max(len(ours), len(theirs))) if ours[i : i + 1] != theirs[i : i + 1])
+    at = f"batch {step}, prompt {place}: {_name(theirs, place)} → {_name(ours, place)}"
+    if order_only:
+        return Finding(axis=AXIS, cause="another order of the prompts", evidence=at)
+    return Finding(axis=AXIS, cause="other prompts", evidence=at)
+
+
+def _alike(ours: dict[int, list[str]], theirs: dict[int, list[str]], steps: Iterable[int]) -> bool:
+    """Whether the runs used the same prompts in another order: over all steps, or within each of them."""
+    all_ours, all_theirs = ({p for s in steps for p in side[s]} for side in (ours, theirs))
+    # A shuffled epoch that was not used up shows other prompts, too: a large overlap is the sign of one set.
+    return len(all_ours & all_theirs) * 2 > min(len(all_ours), len(all_theirs))
+
+
+def _tokens(step: int, ours: BatchRecord, theirs: BatchRecord) -> Finding | None:
+    rows = {prompt: i for i, prompt in reversed(list(enumerate(theirs.prompt_ids)))}
+    for i, prompt in enumerate(ours.prompt_ids):
+        if prompt not in rows:
+            continue
+        a, b = _prompt(ours, i), _prompt(theirs, rows[prompt])
+        if a.tolist() != b.tolist():
+            length = min(len(a), len(b))
+            different = np.flatnonzero(a[:length] != b[:length])
+            at = int(different[0]) if len(different) else length
+            return Finding(
+                axis=AXIS,
+                cause="one prompt is tokenised in two ways: tokenizer or chat template",
+                evidence=f"batch {step}, prompt {prompt}, token {at}: "
+                f"{b[at : at + 1].tolist()} → {a[at : at + 1].tolist()}",
+            )
+    return None
+
+
+def _prompt(batch: BatchRecord, row: int) -> np.ndarray:
+    return batch.tensors["prompts"][row][batch.tensors["prompt_mask"][row] != 0]
+
+
+def _in_order(steps: Sequence[int]) -> list[int]:
+    """The first ten, around step ten, then the rest."""
+    early = [step for step in steps if step <= FIRST or step in AROUND]
+    return early + [step for step in steps if step not in early]
+
+
+def _name(prompts: Sequence[str], place: int) -> str:
+    return repr(prompts[place])[:60] if place < len(prompts) else "none"
+
+
+def _hash(directory: Path) -> str | None:
+    try:
+        return read_json(directory / "run.json")["provenance"]["data_hash"]
+    except (InputError, KeyError, TypeError):
+        return None

@@ -1,0 +1,114 @@
+"""Axis 6: prompts, extraction and scores, on the same recorded responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.run_stages import RunData, StageVerdict
+from alignment.errors import InputError
+from alignment.numerics.verdict import Outcome
+from alignment.rl.batch_record import BatchRecord
+from alignment.rl.config import TrainConfig
+
+AXIS = AXES[5]
+SHOWN = 3
+
+
+def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> AxisReport:
+    """Responses that are scored differently: by the two runs, and by this package's scorer where it can be asked."""
+    findings: list[Finding] = []
+    judged = [stage for stage in stages if stage.stage == "reward" and stage.outcome is not Outcome.INCONCLUSIVE]
+    parted = next((stage for stage in judged if stage.outcome is Outcome.FAIL), None)
+    if parted is not None:
+        findings.append(
+            Finding(axis=AXIS, cause="one text, two scores", evidence=f"step {parted.step}: {parted.reason}", weight=4)
+        )
+    compared = [f"equal responses have equal scores in {len(judged)} steps"] if judged else []
+    wrong = {}
+    for run in (baseline, dut):
+        told = rescored(run)
+        if told is not None:
+            wrong[run is dut] = told
+            compared.append(f"{run.directory.name}: every recorded score is the scorer's")
+    if wrong.get(True) and not wrong.get(False):
+        findings.append(
+            Finding(
+                axis=AXIS,
+                cause="scores that the scorer does not give",
+                evidence=f"{len(wrong[True])} responses of the run, none of the baseline: "
+                + "; ".join(wrong[True][:SHOWN]),
+            )
+        )
+    return report(
+        AXIS, findings, compared="; ".join(compared), unseen="" if compared else "no scored responses of both runs"
+    )
+
+
+def rescored(run: RunData) -> list[str] | None:
+    """The recorded responses whose score today's scorer does not give, with both; None where it cannot be asked.
+
+    The overlong penalty is added where the configuration has one; it is a function of the length alone.
+    """
+    if run.engine != "alignment" or not run.recorded:
+        return None
+    from alignment.rl.run import load_prompts
+    from alignment.rl.scoring import score_responses
+    from alignment.rl.tokenizer import Tokenizer
+
+    try:
+        config = TrainConfig.from_dict(_nested(run.config))
+        tokenizer = Tokenizer(config.actor_rollout_ref.model.path)
+        prompts = {prompt.prompt_id: prompt for prompt in load_prompts(config, tokenizer)}
+    except InputError:
+        return None
+    wrong = []
+    for step in run.recorded:
+        batch = run.batch(step)
+        if not set(batch.prompt_ids) <= prompts.keys() or "token_level_scores" not in batch.tensors:
+            return None
+        asked = [prompts[name] for name in batch.prompt_ids]
+        texts = [tokenizer.decode_response(_response(batch, row)) for row in range(len(batch))]
+        scores = score_responses(
+            [p.data_source for p in asked],
+            texts,
+            [p.ground_truth for p in asked],
+            metadata=[p.metadata or None for p in asked],
+        )
+        for row, score in enumerate(scores):
+            recorded = float(batch.tensors["token_level_scores"][row].sum())
+            expected = score.score + _penalty(config, len(_response(batch, row)))
+            # Scores are recorded in float32; a score is no sum of many terms.
+            if abs(recorded - expected) > 1e-6 * max(1.0, abs(expected)):
+                wrong.append(f"step {step}, {batch.prompt_ids[row]}: {texts[row]!r} has {recorded:g}, not {expected:g}")
+    return wrong
+
+
+def _response(batch: BatchRecord, row: int) -> list[int]:
+    return batch.tensors["responses"][row][batch.tensors["response_mask"][row] != 0].tolist()
+
+
+def _penalty(config: TrainConfig, length: int) -> float:
+    from alignment.rl.shaping import overlong_reward
+
+    buffer = config.reward_model.overlong_buffer
+    if not buffer.enable:
+        return 0.0
+    return overlong_reward(
+        length,
+        max_response_length=config.data.max_response_length,
+        buffer_len=buffer.len,
+        penalty_factor=buffer.penalty_factor,
+    )
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree

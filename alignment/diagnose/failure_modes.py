@@ -1,0 +1,212 @@
+"""The failure modes people know by name, each found in what a run recorded.
+
+None of them needs a second run, so they are asked first and explain what the axes find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from alignment.diagnose.run_stages import RunData
+from alignment.rl.batch_record import BatchRecord
+
+SPIKE = 10.0
+"""A step is a spike where a metric leaves the median of the window before it by this many scaled median deviations: one
+in 10²³ for normal noise, and out of reach of the drift of a healthy run."""
+
+WINDOW, LEAST = 20, 6
+_MAD = 1.4826
+BUBBLE = 1 / 3
+"""Share of a pipeline's time that its ramps take, (p − 1) / (m + p − 1), from which more micro batches are advised."""
+
+IMBALANCE = 1.25
+"""Most tokens of a rank over the mean: the others wait for a fifth of the step."""
+
+PEAK = 2.0
+"""Most tokens of a sample over what a micro batch was planned for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureMode:
+    """A failure mode by its name, where it shows, and what shows it."""
+
+    name: str
+    step: int
+    evidence: str
+
+
+def find_failure_modes(run: RunData) -> list[FailureMode]:
+    """Every mode the records show, each at its first step, in the order of a step."""
+    found: dict[str, FailureMode] = {}
+    for step in run.recorded:
+        for mode in _of_batch(run, run.batch(step), step):
+            found.setdefault(mode.name, mode)
+    for mode in (*_spikes(run), *_bubble(run)):
+        found.setdefault(mode.name, mode)
+    return list(found.values())
+
+
+def _of_batch(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]:
+    tensors = batch.tensors
+    shapes = {name: tensors[name].shape for name in _PER_TOKEN if name in tensors}
+    if len(set(shapes.values())) > 1:
+        text = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        yield FailureMode(name="shape mismatch", step=step, evidence=text)
+        return
+    yield from _mask(batch, step)
+    yield from _alignment(batch, step)
+    yield from _ranks(run, batch, step)
+    yield from _memory(run, batch, step)
+
+
+_PER_TOKEN = (
+    "responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values", "token_level_scores",
+    "token_level_rewards", "advantages", "returns",
+)  # fmt: skip
+
+
+def _mask(batch: BatchRecord, step: int) -> Iterator[FailureMode]:
+    """A single-turn mask is ones up to the end and zeros after it, and covers every token that has a log-prob."""
+    mask = batch.tensors["response_mask"] != 0
+    holes = np.flatnonzero((np.diff(mask.astype(np.int8), axis=1) > 0).any(1) | ~mask.any(1) | ~mask[:, 0])
+    if len(holes):
+        row = int(holes[0])
+        yield FailureMode(
+            name="wrong response mask",
+            step=step,
+            evidence=f"sample {row} of prompt {batch.prompt_ids[row]}: {''.join('01'[int(m)] for m in mask[row][:40])}",
+        )
+        return
+    scores = batch.tensors.get("token_level_scores")
+    if scores is not None:
+        outside = np.argwhere((scores != 0) & ~mask)
+        last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+        early = np.argwhere((scores != 0) & (np.arange(mask.shape[1])[None] != last[:, None]))
+        if len(outside) or len(early):
+            row, position = (outside if len(outside) else early)[0]
+            yield FailureMode(
+                name="wrong response mask",
+                step=step,
+                evidence=f"sample {row}: the score is on token {position}, the mask ends at {int(last[row])}",
+            )
+
+
+def _alignment(batch: BatchRecord, step: int) -> Iterator[FailureMode]:
+    """Log-probs that fit the engine's better when moved by one token are those of other tokens."""
+    mask = batch.tensors["response_mask"] != 0
+    reference = batch.tensors.get("rollout_log_probs", batch.tensors.get("old_log_probs"))
+    if reference is None:
+        return
+    for name in ("old_log_probs", "ref_log_prob"):
+        values = batch.tensors.get(name)
+        if values is None or values is reference:
+            continue
+        in_place = _correlation(values, reference, mask)
+        for shift in (-1, 1):
+            moved = _correlation(*_shifted(values, reference, mask, shift))
+            if moved > in_place and moved**2 > 0.5 and in_place**2 < 0.5:
+                yield FailureMode(
+                    name="actor/reference misalignment",
+                    step=step,
+                    evidence=f"{name} follows the sampled tokens by {shift:+d}: correlation {in_place:.2f} in place, "
+                    f"{moved:.2f} moved",
+                )
+                return
+
+
+def _shifted(values: np.ndarray, reference: np.ndarray, mask: np.ndarray, shift: int):
+    if shift > 0:
+        return values[:, shift:], reference[:, :-shift], mask[:, shift:]
+    return values[:, :shift], reference[:, -shift:], mask[:, -shift:]
+
+
+def _correlation(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> float:
+    a, b = x[mask].astype(np.float64), y[mask].astype(np.float64)
+    if len(a) < 3 or not (np.isfinite(a).all() and np.isfinite(b).all()) or a.std() == 0 or b.std() == 0:
+        return 0.0
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]:
+    """Tokens per rank under the sharing the configuration asks for: whole consecutive shares without balancing."""
+    ranks = int(run.config.get("trainer.n_gpus_per_node") or 1) * int(run.config.get("trainer.nnodes") or 1)
+    if ranks < 2 or len(batch) % ranks or run.config.get("trainer.balance_batch"):
+        return
+    tokens = _tokens(batch).reshape(ranks, -1).sum(1)
+    if tokens.max() > IMBALANCE * tokens.mean():
+        yield FailureMode(
+            name="rank token imbalance",
+            step=step,
+            evidence=f"rank {int(tokens.argmax())} has {int(tokens.max())} tokens, the mean is {tokens.mean():.0f}; "
+            "trainer.balance_batch=true shares them out by length",
+        )
+
+
+def _memory(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]:
+    """Dynamic batching promises a token budget; responses that all run to the limit fill it in every micro batch."""
+    config = run.config
+    budget = config.get("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    if not (config.get("actor_rollout_ref.actor.use_dynamic_bsz") and budget):
+        return
+    tokens, limit = _tokens(batch), int(config.get("data.max_response_length") or 0)
+    lengths = (batch.tensors["response_mask"] != 0).sum(1)
+    clipped = float((lengths >= limit).mean()) if limit else 0.0
+    if clipped > 0.5 and tokens.mean() * len(tokens) > PEAK * int(budget):
+        yield FailureMode(
+            name="dynamic-batch memory peak",
+            step=step,
+            evidence=f"{clipped:.0%} of the responses run to the limit of {limit} tokens, so every micro batch "
+            f"holds its {budget} tokens: logits of [{budget}, vocabulary] in float32",
+        )
+
+
+def _tokens(batch: BatchRecord) -> np.ndarray:
+    return (batch.tensors["prompt_mask"] != 0).sum(1) + (batch.tensors["response_mask"] != 0).sum(1)
+
+
+def _spikes(run: RunData) -> Iterator[FailureMode]:
+    for name, metrics in (
+        ("KL spike", ("actor/ppo_kl", "actor/kl_loss", "actor/reward_kl_penalty")),
+        ("grad-norm spike", ("actor/grad_norm",)),
+    ):
+        for metric in metrics:
+            series = [(step, run.metrics[step][metric]) for step in sorted(run.metrics) if metric in run.metrics[step]]
+            for place in range(LEAST, len(series)):
+                before = np.array([value for _, value in series[max(0, place - WINDOW) : place]])
+                step, value = series[place]
+                middle = float(np.median(before))
+                spread = _MAD * float(np.median(np.abs(before - middle)))
+                if spread > 0 and value - middle > SPIKE * spread and value > 2 * middle:
+                    text = f"{metric} {value:.4g}, {middle:.4g} ± {spread:.2g} over the {len(before)} steps before"
+                    yield FailureMode(name=name, step=step, evidence=text)
+                    break
+    for step, metric in sorted(run.not_finite):
+        if "grad_norm" in metric or "kl" in metric:
+            kind = "grad-norm spike" if "grad_norm" in metric else "KL spike"
+            yield FailureMode(name=kind, step=step, evidence=f"{metric} is not finite")
+
+
+def _bubble(run: RunData) -> Iterator[FailureMode]:
+    config, prefix = run.config, "actor_rollout_ref.actor."
+    stages = int(config.get(f"{prefix}megatron.pipeline_model_parallel_size") or 1)
+    if stages < 2 or str(config.get("engine.train", "megatron")) != "megatron":
+        return
+    chunks = int(config.get(f"{prefix}megatron.virtual_pipeline_model_parallel_size") or 1)
+    samples = int(config.get(f"{prefix}ppo_mini_batch_size") or 0) * int(config.get("actor_rollout_ref.rollout.n") or 1)
+    micro = config.get(f"{prefix}ppo_micro_batch_size_per_gpu")
+    if not (samples and micro):
+        return
+    ranks = max(1, int(config.get("trainer.n_gpus_per_node") or 1) * int(config.get("trainer.nnodes") or 1) // stages)
+    count = math.ceil(samples / ranks / int(micro))
+    ramp = (stages - 1) / chunks
+    share = ramp / (count + ramp)
+    if share > BUBBLE:
+        yield FailureMode(
+            name="pipeline bubble",
+            step=min(run.metrics, default=0),
+            evidence=f"{stages} stages and {count} micro batches: {share:.0%} of an update is ramp",
+        )

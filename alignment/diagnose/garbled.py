@@ -1,0 +1,77 @@
+"""Text that is none: found in the responses a run recorded, by the statistics ``alignment rollout`` uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from alignment.diagnose.run_stages import RunData
+from alignment.errors import InputError
+from alignment.numerics.verdict import Outcome
+from alignment.rl.rollout_only import Sample, check_text, compression_ratio, unreadable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Garbled:
+    """The first step whose text is garbled in the run and not in the baseline."""
+
+    step: int
+    reason: str
+
+
+def find_garbled(dut: RunData, baseline: RunData) -> Garbled | None:
+    """Where the run's text falls apart and the baseline's, at the same step, does not.
+
+    Needs recorded batches (``trainer.record_batches``) and, to decode them, the tokenizer of ``model.path``; without a
+    tokenizer the statistics of tokens alone are used. None also where there is nothing to look at.
+    """
+    for step in sorted(set(dut.recorded) & set(baseline.recorded)):
+        verdict, reference = _judge(dut, step), _judge(baseline, step)
+        if verdict.outcome is Outcome.FAIL and reference.outcome is not Outcome.FAIL:
+            return Garbled(step=step, reason=f"step {step}: {verdict.reason}")
+    return None
+
+
+def samples_of(run: RunData, step: int) -> list[Sample]:
+    """The recorded responses of a step with their statistics."""
+    import math
+
+    batch = run.batch(step)
+    tokenizer = _tokenizer(run)
+    limit = int(run.config.get("data.max_response_length") or batch.tensors["responses"].shape[1])
+    surprisal = batch.tensors.get("rollout_log_probs", batch.tensors.get("old_log_probs"))
+    vocabulary = tokenizer.vocab_size if tokenizer else int(batch.tensors["responses"].max()) + 1
+    samples = []
+    for row, prompt_id in enumerate(batch.prompt_ids):
+        mask = batch.tensors["response_mask"][row] != 0
+        ids = batch.tensors["responses"][row][mask].tolist()
+        text = tokenizer.decode_response(ids) if tokenizer else " ".join(map(str, ids))
+        samples.append(
+            Sample(
+                prompt_id=prompt_id,
+                prompt="",
+                text=text,
+                tokens=len(ids),
+                ended=len(ids) < limit or bool(tokenizer and ids[-1:] == [tokenizer.eos_token_id]),
+                compression_ratio=compression_ratio(text),
+                surprisal_ratio=float(-surprisal[row][mask].mean()) / math.log(vocabulary)
+                if surprisal is not None
+                else 0.0,
+                unreadable=unreadable(text),
+            )
+        )
+    return samples
+
+
+def _judge(run: RunData, step: int):
+    return check_text(samples_of(run, step), subject=run.engine, device=run.device)
+
+
+def _tokenizer(run: RunData):
+    from alignment.rl.tokenizer import Tokenizer
+
+    folder = Path(str(run.config.get("actor_rollout_ref.model.path") or ""))
+    try:
+        return Tokenizer(folder) if folder.is_dir() else None
+    except InputError:
+        return None

@@ -1,0 +1,147 @@
+"""Every failure mode people know by name: found where it is planted, and not where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from alignment.diagnose.failure_modes import find_failure_modes
+from alignment.diagnose.run_stages import RunData
+from alignment.rl.batch_record import BatchRecord, batch_path, write_batch
+
+SAMPLES, PROMPT, RESPONSE = 16, 6, 8
+STEPS = 12
+
+
+def healthy() -> BatchRecord:
+    draws = np.random.Generator(np.random.Philox(7))
+    lengths = 2 + np.arange(SAMPLES) % (RESPONSE - 3)
+    mask = (np.arange(RESPONSE)[None] < lengths[:, None]).astype(np.int64)
+    engine = (-draws.exponential(1.0, (SAMPLES, RESPONSE)) * mask).astype(np.float32)
+    near = lambda: (engine + 1e-6 * draws.standard_normal(engine.shape) * mask).astype(np.float32)  # noqa: E731
+    scores = np.zeros((SAMPLES, RESPONSE), dtype=np.float32)
+    scores[np.arange(SAMPLES), lengths - 1] = np.where(np.arange(SAMPLES) % 3, -1.0, 1.0)
+    return BatchRecord(
+        step=1,
+        tensors={
+            "prompts": draws.integers(3, 90, (SAMPLES, PROMPT)),
+            "prompt_mask": np.ones((SAMPLES, PROMPT), dtype=np.int64),
+            "responses": draws.integers(3, 90, (SAMPLES, RESPONSE)) * mask,
+            "response_mask": mask,
+            "rollout_log_probs": engine,
+            "old_log_probs": near(),
+            "ref_log_prob": near(),
+            "token_level_scores": scores,
+            "advantages": (scores.sum(1, keepdims=True) * mask).astype(np.float32),
+        },
+        prompt_ids=[f"p{i // 4}" for i in range(SAMPLES)],
+        samples=[i % 4 for i in range(SAMPLES)],
+    )
+
+
+def a_run(directory: Path, *, config=None, metrics=None, **tensors) -> RunData:
+    batch = healthy()
+    write_batch(batch_path(directory, 1), dataclasses.replace(batch, tensors={**batch.tensors, **tensors}))
+    draws = np.random.Generator(np.random.Philox(3))
+    series = {
+        s: {"actor/grad_norm": 1.0 + 0.1 * draws.standard_normal(), "actor/kl_loss": 0.01} for s in range(1, STEPS + 1)
+    }
+    for step, values in (metrics or {}).items():
+        series[step] = {**series[step], **values}
+    return RunData(directory, "alignment", "cpu", series, config or {})
+
+
+def shifted(values: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros_like(values[:, :1]), values[:, :-1]], axis=1)
+
+
+def with_hole() -> np.ndarray:
+    mask = healthy().tensors["response_mask"].copy()
+    mask[3, 1] = 0
+    return mask
+
+
+def early_scores() -> np.ndarray:
+    return np.roll(healthy().tensors["token_level_scores"], -1, axis=1)
+
+
+def long_and_short() -> dict[str, np.ndarray]:
+    """The first half of the samples is long, the second short."""
+    lengths = np.where(np.arange(SAMPLES) < SAMPLES // 2, RESPONSE - 1, 1)
+    mask = (np.arange(RESPONSE)[None] < lengths[:, None]).astype(np.int64)
+    scores = np.zeros((SAMPLES, RESPONSE), dtype=np.float32)
+    scores[np.arange(SAMPLES), lengths - 1] = 1.0
+    return {"response_mask": mask, "token_level_scores": scores, "prompt_mask": np.eye(SAMPLES, PROMPT, dtype=np.int64)}
+
+
+def pinned() -> dict[str, np.ndarray]:
+    scores = np.zeros((SAMPLES, RESPONSE), dtype=np.float32)
+    scores[:, -1] = -1.0
+    return {"response_mask": np.ones((SAMPLES, RESPONSE), dtype=np.int64), "token_level_scores": scores}
+
+
+ACTOR = "actor_rollout_ref.actor."
+DYNAMIC = {
+    f"{ACTOR}use_dynamic_bsz": True,
+    f"{ACTOR}ppo_max_token_len_per_gpu": 64,
+    "data.max_response_length": RESPONSE,
+}
+STAGED = {
+    f"{ACTOR}megatron.pipeline_model_parallel_size": 4, f"{ACTOR}ppo_mini_batch_size": 2,
+    f"{ACTOR}ppo_micro_batch_size_per_gpu": 4, "actor_rollout_ref.rollout.n": 8, "engine.train": "megatron",
+    "trainer.n_gpus_per_node": 4,
+}  # fmt: skip
+
+PLANTED = {
+    "shape mismatch": {"advantages": np.zeros((SAMPLES, RESPONSE + 1), dtype=np.float32)},
+    "actor/reference misalignment": {"ref_log_prob": shifted(healthy().tensors["rollout_log_probs"])},
+    "wrong response mask": {"response_mask": with_hole()},
+    "KL spike": {"metrics": {9: {"actor/ppo_kl": 0.01, "actor/kl_loss": 3.0}, **{s: {"actor/kl_loss": 0.01 * (1 + s % 3)} for s in range(1, 9)}}},
+    "grad-norm spike": {"metrics": {10: {"actor/grad_norm": 40.0}}},
+    "dynamic-batch memory peak": {"config": DYNAMIC, **pinned()},
+    "pipeline bubble": {"config": STAGED},
+    "rank token imbalance": {"config": {"trainer.n_gpus_per_node": 2}, **long_and_short()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mode_is_named(tmp_path, name):
+    assert [mode.name for mode in find_failure_modes(a_run(tmp_path, **PLANTED[name]))] == [name]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        DYNAMIC,
+        {**STAGED, f"{ACTOR}ppo_micro_batch_size_per_gpu": 1, f"{ACTOR}ppo_mini_batch_size": 8},
+        {"trainer.n_gpus_per_node": 2},
+    ],
+    ids=["plain", "dynamic batching", "enough micro batches", "two ranks"],
+)
+def test_a_healthy_run_shows_none(tmp_path, config):
+    assert find_failure_modes(a_run(tmp_path, config=config)) == []
+
+
+def test_a_score_on_another_token_is_a_wrong_mask(tmp_path):
+    (mode,) = find_failure_modes(a_run(tmp_path, token_level_scores=early_scores()))
+    assert mode.name == "wrong response mask" and "the score is on token" in mode.evidence
+
+
+def test_balanced_ranks_are_no_imbalance(tmp_path):
+    config = {"trainer.n_gpus_per_node": 2, "trainer.balance_batch": True}
+    assert find_failure_modes(a_run(tmp_path, config=config, **long_and_short())) == []
+
+
+def test_drift_is_no_spike(tmp_path):
+    rising = {step: {"actor/grad_norm": 1.0 + 0.3 * step, "actor/kl_loss": 0.01 * step} for step in range(1, STEPS + 1)}
+    assert find_failure_modes(a_run(tmp_path, metrics=rising)) == []
+
+
+def test_what_is_not_finite_is_a_spike(tmp_path):
+    run = dataclasses.replace(a_run(tmp_path), not_finite=frozenset({(4, "actor/grad_norm")}))
+    (mode,) = find_failure_modes(run)
+    assert (mode.name, mode.step) == ("grad-norm spike", 4)
