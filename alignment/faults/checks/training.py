@@ -99,7 +99,7 @@ def split(setting: Setting) -> Iterator[Finding]:
             ("micro batches of 2", 1, {"ppo_micro_batch_size_per_gpu": 2}),
             ("micro batches by tokens", 1, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 11}),
             ("two ranks", 2, {"ppo_micro_batch_size_per_gpu": 1}),
-        ):
+        )[0 if mode == "token-mean" else 2 :]:
             actor = config.ActorConfig(
                 loss_agg_mode=mode,
                 clip_ratio_low=LOW,
