@@ -43,7 +43,7 @@ class Kernel:
             function.restype = ctypes.c_int
             self._functions[dtype] = function
         self._mix = loaded.alignment_mix
-        self._mix.argtypes, self._mix.restype = [pointer, integer, integer, pointer, pointer, pointer], None
+        self._mix.argtypes, self._mix.restype = [pointer, integer, integer, integer, *[pointer] * 4], None
         self._out = np.empty(4)
         self._out_at = self._out.ctypes.data
 
@@ -68,7 +68,9 @@ class Sketcher:
         self._kernel, self._tables = kernel, tables
         self._signs = tables.signs.astype(np.int8)
         self._before = tables.before.astype(np.int8)
-        self._after = np.ascontiguousarray(tables.after, np.float32)
+        self._shape = len(tables.left), len(tables.right)
+        self._after = np.ascontiguousarray(tables.after.reshape(-1, *self._shape).transpose(0, 2, 1), np.float32)
+        self._room = np.empty(2 * tables.size, np.float32)
         self._sums = np.zeros(tables.before.size, np.float32)
         self._flips: dict[int, np.ndarray] = {}
         self._fixed = tables.prime, tables.rows, tables.step
@@ -106,8 +108,9 @@ class Sketcher:
             sums[:] = precise
         sketch = np.empty(tables.size, np.float32)
         kernel._mix(
-            sums.ctypes.data, tables.size, blocks, self._before.ctypes.data, self._after.ctypes.data, sketch.ctypes.data
-        )
+            sums.ctypes.data, *self._shape, blocks, self._before.ctypes.data, self._after.ctypes.data,
+            self._room.ctypes.data, sketch.ctypes.data,
+        )  # fmt: skip
         return (high, low, total, square), sketch
 
 

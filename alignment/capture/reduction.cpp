@@ -123,34 +123,51 @@ int reduce(const T* x, int64_t n, const int8_t* signs, const uint8_t* flips, int
   return broken != 0;
 }
 
-// The rotation of a sketch: out = Σ after[k] · H · (before[k] · sums[k]) over the blocks that hold anything.
-void mix(float* sums, int64_t size, int64_t blocks, const int8_t* before, const float* after, float* out) {
-  for (int64_t i = 0; i < size; ++i) out[i] = 0.0f;
+// Sums and differences of pairs of rows, [rows, width] in place: a Hadamard matrix applied from the left.
+void butterflies(float* z, int64_t rows, int64_t width) {
+  for (int64_t half = width; half < rows * width; half *= 2) {
+    for (int64_t at = 0; at < rows * width; at += 2 * half) {
+      float* __restrict a = z + at;
+      float* __restrict b = z + at + half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float sum = a[i] + b[i], difference = a[i] - b[i];
+        a[i] = sum;
+        b[i] = difference;
+      }
+    }
+  }
+}
+
+// The rotation of a sketch: out = Σ after[k] · H · (before[k] · sums[k]) over the blocks that hold anything, a block
+// being a matrix of `rows` times `columns`. `room` takes two blocks.
+void mix(float* sums, int64_t rows, int64_t columns, int64_t blocks, const int8_t* before, const float* after,
+         float* room, float* out) {
+  const int64_t size = rows * columns;
+  float* __restrict turned = room;
+  float* __restrict total = room + size;
+  for (int64_t i = 0; i < size; ++i) total[i] = 0.0f;
   for (int64_t block = 0; block < blocks; ++block) {
     float* __restrict z = sums + block * size;
     const int8_t* __restrict signs = before + block * size;
     for (int64_t i = 0; i < size; ++i) z[i] *= static_cast<float>(signs[i]);
-    for (int64_t half = 1; half < size; half *= 2) {
-      for (int64_t at = 0; at < size; at += 2 * half) {
-        float* __restrict a = z + at;
-        float* __restrict b = z + at + half;
-        for (int64_t i = 0; i < half; ++i) {
-          const float sum = a[i] + b[i], difference = a[i] - b[i];
-          a[i] = sum;
-          b[i] = difference;
-        }
-      }
-    }
+    butterflies(z, rows, columns);
+    // On its side the other half of the butterflies runs along memory, too.
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) turned[c * rows + r] = z[r * columns + c];
+    butterflies(turned, columns, rows);
     const float* __restrict scaled = after + block * size;
-    for (int64_t i = 0; i < size; ++i) out[i] += scaled[i] * z[i];
+    for (int64_t i = 0; i < size; ++i) total[i] += scaled[i] * turned[i];
   }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) out[r * columns + c] = total[c * rows + r];
 }
 
 }  // namespace
 
-extern "C" void alignment_mix(float* sums, int64_t size, int64_t blocks, const int8_t* before, const float* after,
-                              float* out) {
-  mix(sums, size, blocks, before, after, out);
+// `after` comes with every block on its side.
+extern "C" void alignment_mix(float* sums, int64_t rows, int64_t columns, int64_t blocks, const int8_t* before,
+                              const float* after, float* room, float* out) {
+  mix(sums, rows, columns, blocks, before, after, room, out);
 }
 
 extern "C" int alignment_reduce_float32(const float* x, int64_t n, const int8_t* signs, const uint8_t* flips,
