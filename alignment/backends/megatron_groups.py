@@ -161,7 +161,7 @@ class _GatherContext(torch.autograd.Function):
         dist.all_gather(parts, x.contiguous(), group=group)
         order = context_order(x.shape[1] * size, size).to(x.device)
         ctx.mine = order.view(size, -1)[ctx.rank]
-        out = torch.empty(len(x), x.shape[1] * size, dtype=x.dtype, device=x.device)
+        out = torch.empty(len(x), x.shape[1] * size, *x.shape[2:], dtype=x.dtype, device=x.device)
         out[:, order] = torch.cat(parts, dim=1)
         return out
 

@@ -465,6 +465,7 @@ class _Rows:
         return tokens, torch.cat([tokens[:, 1:], torch.zeros(height, 1, dtype=torch.int64)], dim=1)
 
     def responses(self, by_token: Tensor) -> Tensor:
-        """[height, length] at the places of the responses: [b, r]."""
+        """[height, length] at the places of the responses: [b, r]; further dimensions stay."""
         places = self._before.to(by_token.device)
+        places = places.view(*places.shape, *[1] * (by_token.ndim - 2)).expand(-1, -1, *by_token.shape[2:])
         return by_token[: len(places)].gather(1, places)

@@ -91,6 +91,7 @@ FIELDS: dict[str, Field] = {
         Field(name="returns", axes=("b", "r"), dtypes=FLOAT),
         Field(name="labels", axes=("b", "s"), dtypes=TOKEN),
         Field(name="dataset_response", axes=("b",), dtypes=MASK),
+        Field(name="row", axes=("b",), dtypes=TOKEN),
         Field(name="teacher_input_ids", axes=("b", "t"), dtypes=TOKEN),
         Field(name="teacher_attention_mask", axes=("b", "t"), dtypes=MASK),
         Field(name="teacher_position_ids", axes=("b", "t"), dtypes=TOKEN),
@@ -188,7 +189,7 @@ CONTRACTS: dict[str, Contract] = {
         ),
         Contract(
             stage="update_student",
-            reads=_VIEW + ("dataset_response", "teacher_token_log_probs"),
+            reads=_VIEW + ("dataset_response", "row", "teacher_token_log_probs"),
             optional=_TABLES,
             before=_VIEW_RULES + ("teacher_log_probs", "teacher_tables"),
         ),

@@ -279,13 +279,6 @@ def _validate_teacher(config: GkdConfig) -> None:
             where="gkd.teacher_model",
             expected="a checkpoint directory, or gkd.lora.rank above 0 for the student without its adapter",
         )
-    if config.engine.train == "megatron":
-        raise UnavailableError(
-            "distillation trains on the golden engine and on FSDP",
-            where="engine.train",
-            expected="golden | fsdp",
-            found=config.engine.train,
-        )
     if gkd.lora.rank and config.engine.train != "golden":
         raise UnavailableError(
             "the adapter is trained by the golden engine only",

@@ -387,7 +387,8 @@ def collate(samples: Sequence[GkdSample], encoder: Encoder, *, dp_size: int, pad
     """The batch of a training step: rows in order, so that every rank gets an equal consecutive share.
 
     Fields: ``input_ids``, ``attention_mask``, ``position_ids``, ``labels`` [b,s] right padded, ``dataset_response`` [b]
-    (1 where the response is the data set's), and under OPSD the first four once more as ``teacher_…`` [b,t].
+    (1 where the response is the data set's), ``row`` [b] (its place in the whole batch, which it keeps on every rank),
+    and under OPSD the first four once more as ``teacher_…`` [b,t].
 
     Raises:
         InputError: the samples do not divide by the ranks, or the two views differ in their active tokens.
@@ -403,6 +404,7 @@ def collate(samples: Sequence[GkdSample], encoder: Encoder, *, dp_size: int, pad
     ids = [s.sample_id for s in samples]
     tensors = padded(ours, pad_token_id)
     tensors["dataset_response"] = torch.tensor([int(not s.on_policy) for s in samples])
+    tensors["row"] = torch.arange(len(samples))
     if theirs is not None:
         tensors |= {f"teacher_{name}": t for name, t in padded(theirs, pad_token_id).items()}
         require_same_active(tensors["labels"], tensors["teacher_labels"], ids)

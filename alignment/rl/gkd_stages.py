@@ -7,6 +7,7 @@ travels when it is a whole vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,8 @@ from alignment.rl.gkd_config import GkdConfig, GkdSettings
 VIEW = ("input_ids", "attention_mask", "position_ids", "labels")
 TABLES = ("teacher_topk_log_probs", "teacher_topk_indices")
 SAID = ("teacher_logits", *TABLES)
+PER_SAMPLE = ("divergence", "agreement")
+ROW = "row/"
 
 
 def outputs_of_student(config: GkdConfig) -> Callable[[nn.Module, MicroBatch], Outputs]:
@@ -183,11 +186,11 @@ def update_student(
         said = [active_tables(part) for part in parts]
     else:
         said = cache.take(inputs)
-    sums: list[dict[str, Tensor]] = []
 
-    def loss(outputs: Outputs, micro_batch: MicroBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        sums.append({name: outputs[name].detach().sum(1).cpu() for name in ("divergence", "agreement")})
-        return distill_loss(config, counts, outputs, micro_batch)
+    def loss(outputs: Outputs, micro_batch: MicroBatch) -> tuple[Tensor, Mapping[str, float | Tensor]]:
+        value, metrics = distill_loss(config, counts, outputs, micro_batch)
+        # As metrics, since an engine may ask for the loss of other ranks' micro batches too, but reports its own.
+        return value, {**metrics, **_sums_of_rows(outputs, micro_batch)}
 
     function: LossFunction = loss
     report = engine.update(
@@ -198,12 +201,20 @@ def update_student(
         function,
         stage="update_student",
     )
+    metrics = dict(report.metrics)
     samples = {}
-    for part, made in zip(parts, sums, strict=True):
-        active = active_positions(part["labels"]).sum(1)
-        for row, uid in enumerate(part["uid"]):
-            samples[uid] = {"tokens": int(active[row]), **{k: float(v[row]) for k, v in made.items()}}
-    return StudentUpdate(report=report, samples=samples)
+    for uid, row, active in zip(batch["uid"], batch["row"].tolist(), active_positions(batch["labels"]).sum(1).tolist()):
+        samples[uid] = {"tokens": active, **{name: metrics.pop(f"{ROW}{row}/{name}") for name in PER_SAMPLE}}
+    return StudentUpdate(report=dataclasses.replace(report, metrics=metrics), samples=samples)
+
+
+def _sums_of_rows(outputs: Outputs, micro_batch: MicroBatch) -> dict[str, float]:
+    rows = micro_batch["row"].tolist()
+    return {
+        f"{ROW}{row}/{name}": value
+        for name in PER_SAMPLE
+        for row, value in zip(rows, outputs[name].detach().sum(1).tolist(), strict=True)
+    }
 
 
 def count(batch: Batch) -> DistillCounts:

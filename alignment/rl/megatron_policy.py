@@ -9,19 +9,27 @@ import torch
 from torch import Tensor
 
 from alignment.backends.megatron_model import BuildSettings, Recompute
-from alignment.backends.megatron_training import MegatronSettings, MegatronTrainingEngine
+from alignment.backends.megatron_training import MegatronSettings, MegatronTrainingEngine, TokenOutputs
 from alignment.backends.training import OptimizerConfig, Outputs
 from alignment.devices.base import Device
 from alignment.errors import InputError
-from alignment.rl.config import MegatronConfig, TrainConfig
+from alignment.rl.config import MegatronConfig, RunConfig
 from alignment.rl.log_prob import log_probs_and_entropy
 from alignment.weights.megatron_layout import ParallelSizes
 
 
 def megatron_policy(
-    config: TrainConfig, checkpoint: Path, *, optimizer: OptimizerConfig | None, dtype: torch.dtype, device: Device
+    config: RunConfig,
+    checkpoint: Path,
+    *,
+    optimizer: OptimizerConfig | None,
+    dtype: torch.dtype,
+    device: Device,
+    outputs: TokenOutputs | None = None,
 ) -> MegatronTrainingEngine:
     """The policy (or, without ``optimizer``, the reference) from ``checkpoint``; ranks are those of the process group.
+
+    ``outputs`` is what logits and next tokens give, log-probs and entropies by default.
 
     Raises:
         UnavailableError: megatron-core is not installed.
@@ -39,7 +47,7 @@ def megatron_policy(
     return MegatronTrainingEngine.from_checkpoint(
         checkpoint,
         optimizer=optimizer,
-        outputs=partial(token_outputs, temperature=policy.rollout.temperature),
+        outputs=outputs or partial(token_outputs, temperature=policy.rollout.temperature),
         dtype=dtype,
         device=device,
         settings=megatron_settings(policy.actor.megatron, seed=config.trainer.seed),

@@ -47,6 +47,10 @@ def build_engine(config: GkdConfig, checkpoint: Path, *, device: Device):
         from alignment.rl.fsdp_policy import fsdp_policy
 
         return fsdp_policy(config, checkpoint, optimizer=None, dtype=dtype, device=device)
+    if config.engine.train == "megatron":
+        from alignment.rl.megatron_distillation import megatron_distillation
+
+        return megatron_distillation(config, checkpoint, optimizer=None, dtype=dtype, device=device)
     from alignment.backends.golden_training import GoldenTrainingEngine
 
     return GoldenTrainingEngine.from_checkpoint(

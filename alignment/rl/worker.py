@@ -315,6 +315,12 @@ class Worker:
 
     def _policy_engine(self, optimizer: OptimizerConfig | None, dtype: str):
         _require_known("engine.train", self.config.engine.train, TRAIN_ENGINES)
+        if self.config.engine.train == "megatron" and isinstance(self.config, GkdConfig):
+            from alignment.rl.megatron_distillation import megatron_distillation
+
+            return megatron_distillation(
+                self.config, self._checkpoint, optimizer=optimizer, dtype=DTYPES[dtype], device=self.device
+            )
         if self.config.engine.train == "megatron":
             from alignment.rl.megatron_policy import megatron_policy
 

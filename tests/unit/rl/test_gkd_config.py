@@ -118,7 +118,6 @@ REFUSED = {
         {"actor_rollout_ref__model__use_fused_kernels": True},
         "use_fused_kernels: the divergence needs logits",
     ),
-    "megatron": ({"engine__train": "megatron"}, "engine.train: distillation trains on the golden engine and on FSDP"),
     "an adapter on FSDP": (
         {"engine__train": "fsdp", "gkd__lora__rank": 4},
         "gkd.lora.rank: the adapter is trained by the golden engine only",
