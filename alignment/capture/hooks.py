@@ -284,15 +284,19 @@ class ModuleHooks:
         wanted = {(node, number): i for i, (_, _, node, number) in enumerate(frame.targets)}
         edges: dict[int, list[tuple[Any, int]]] = {i: [] for i in range(len(frame.targets))}
         starts: list[Any] = []
+        handed_on: dict[int, Tensor] = {}
         for path, t in outputs:
             node, number = _edge(t)
             passed = wanted.get((node, number))
             if passed is not None:
-                # The module hands its input on: what flows into the output flows out of the input.
-                edges[passed].append((t, -1))
+                handed_on[passed] = t
                 continue
             starts.append(node)
         _find_edges(starts, wanted, frame.sequence, edges)
+        for passed, t in handed_on.items():
+            # The module hands its input on: what flows into the output flows out of the input. The tensor's own
+            # gradient has the module's other uses of it in it.
+            edges[passed] = [(t, -1)]
         by_node: dict[Any, list[tuple[int, _Contribution]]] = {}
         for i, (path, t, _, _) in enumerate(frame.targets):
             if edges[i]:
