@@ -18,7 +18,6 @@ from torch import Tensor
 
 from alignment.errors import InputError
 from alignment.numerics.budget import ENVELOPE_FACTOR
-from alignment.numerics.metrics import max_abs
 from alignment.numerics.precision import Precision, unit_roundoff
 
 LAYERS = ("unit-op", "layer-logits", "layer-grad", "weight-sync", "rollout-vs-train-logprob")
@@ -122,7 +121,7 @@ def differs(
     found, golden = found.detach().double(), golden.detach().double()
     size = scale if scale is not None else float(golden.abs().max())
     limit = (bound if bound is not None else HALF_THE_DIGITS) * (size or 1.0)
-    error = max_abs(found, golden)
+    error = float((found - golden).abs().max())
     if error <= limit:  # NaN is not
         return []
     worst = torch.nan_to_num((found - golden).abs(), nan=math.inf).flatten().argmax()
@@ -138,7 +137,7 @@ def integer_ratio(found: Tensor, golden: Tensor, ratios: dict[str, int]) -> str:
     if not top or not bool(torch.isfinite(found).all()):
         return ""
     quotient = float((found * golden).sum()) / top
-    if max_abs(found, quotient * golden) > HALF_THE_DIGITS * float(golden.abs().max()) * max(1.0, abs(quotient)):
+    if float((found - quotient * golden).abs().max()) > HALF_THE_DIGITS * float(golden.abs().max()) * max(1.0, abs(quotient)):
         return ""
     for name, size in ratios.items():
         for factor, text in ((float(size), f"{name} (= {size})"), (1 / size, f"1/{name} (= 1/{size})")):

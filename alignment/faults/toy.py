@@ -17,7 +17,7 @@ from alignment.models.config import ModelConfig, YarnScaling
 from alignment.numerics.random import portable_integers, portable_normal
 
 PLAIN = ModelConfig(
-    vocab_size=60, hidden_size=24, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=3,
+    vocab_size=60, hidden_size=24, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=2,
     num_attention_heads=2, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=3, kv_lora_rank=14,
     qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=10, routed_scaling_factor=2.446, rope_theta=50000.0,
     rms_norm_eps=1e-5, latent_norm_eps=1e-6, max_position_embeddings=700, initializer_range=0.3,
@@ -30,9 +30,9 @@ YARN = dataclasses.replace(
     rope_scaling=YarnScaling(
         factor=8.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=1.3
     ),
-    tie_word_embeddings=True, first_k_dense_replace=2, num_hidden_layers=4,
+    tie_word_embeddings=True, num_hidden_layers=3,
 )  # fmt: skip
-"""DeepSeek's branches: YaRN, a query latent, groups of experts; two dense layers and a tied head."""
+"""DeepSeek's branches: YaRN, a query latent, groups of experts, and a tied head."""
 
 MODELS = {"plain": PLAIN, "yarn": YARN}
 

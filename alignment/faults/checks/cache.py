@@ -51,7 +51,7 @@ def latent(setting: Setting) -> Iterator[Finding]:
     subject = latent_cache.LatentCache(config, batch_size=3, capacity=9, dtype=torch.float64)
     parts = []
     for step, new in enumerate((4, 1, 2)):
-        mask = (toy.normal((len(subject.mask), new), setting.seed, f"mask {step}") > -0.5).long()
+        mask = (toy.normal((len(subject.mask), new), setting.seed, f"mask {step}") > 0).long()
         subject.extend(mask)
         latents = toy.normal((len(mask), new, config.kv_lora_rank), setting.seed, f"latent {step}")
         keys = toy.normal((len(mask), new, config.qk_rope_head_dim), setting.seed, f"key {step}")
@@ -61,9 +61,10 @@ def latent(setting: Setting) -> Iterator[Finding]:
             golden = (torch.cat([p[0] for p in parts], 1) + layer, torch.cat([p[1] for p in parts], 1) - layer)
             for what, a, b in zip(("latent", "rope_key"), found, golden):
                 yield from differs(a, b, stage="rollout", place=f"kv_cache.{what}", what=f"layer {layer}", bound=0.0)
+        real = torch.cat([p[2] for p in parts], 1)
         yield from expect(
-            torch.equal(subject.real_tokens(), torch.cat([p[2] for p in parts], 1).sum(1)),
-            stage="rollout", place="kv_cache.mask", evidence="the count of real tokens is wrong",
+            torch.equal(subject.mask[:, : subject.length].long(), real) and torch.equal(subject.real_tokens(), real.sum(1)),
+            stage="rollout", place="kv_cache.mask", evidence="real tokens are taken for padding, or padding for real tokens",
         )  # fmt: skip
         if step == 0:
             rows = torch.tensor([2, 0, 0])

@@ -17,6 +17,7 @@ from alignment.faults.check import Check, Finding, Setting, differs
 from alignment.faults.checks.weights import same_tensors
 from alignment.faults.observation import Observed, first_divergence, observed
 from alignment.faults.reference import language_model
+from alignment.numerics.precision import unit_roundoff
 
 # What happens before each of four updates, and by how much the weights move: also by less than any noise.
 HISTORY = (("", 0.0), ("", 0.1), ("sleep 1", 1e-6), ("sleep 2", 0.1))
@@ -76,17 +77,56 @@ def tensors(setting: Setting) -> Iterator[Finding]:
                 # Tied or kept twice: the head is the embedding.
                 head = held.pop("lm_head.weight")
                 yield from differs(
-                    head, truth["model.embed_tokens.weight"], stage="weight_sync", place="lm_head.weight", what=what, bound=0.0
+                    head,
+                    truth["model.embed_tokens.weight"],
+                    stage="weight_sync",
+                    place="lm_head.weight",
+                    what=what,
+                    bound=0.0,
                 )
-            wrong = list(same_tensors(held, truth, stage="weight_sync", what=what))
+            rounded = _declared_rounding(held, truth, setting)
+            wrong = [
+                *_rounded_tensors(held, truth, rounded, what),
+                *same_tensors(
+                    {k: t for k, t in held.items() if k not in rounded},
+                    {k: t for k, t in truth.items() if k not in rounded},
+                    stage="weight_sync",
+                    what=what,
+                ),
+            ]
             yield from wrong
+            truth = {**truth, **{k: held[k] for k in rounded}}
             for path, derived in engine.derived_tensors().items():
                 golden = _derived(truth, derived.module, derived.quantity, config)
                 yield from differs(derived.tensor, golden, stage="weight_sync", place=path, what=what, bound=0.0)
             for path in weight_sync.undeclared_tensors(engine):
-                yield Finding(stage="weight_sync", place=path, evidence=f"{what}: no update reaches it, and it is not declared")
+                yield Finding(
+                    stage="weight_sync", place=path, evidence=f"{what}: no update reaches it, and it is not declared"
+                )
             if wrong:
                 break
+
+
+def _declared_rounding(held: dict[str, Tensor], truth: dict[str, Tensor], setting: Setting) -> list[str]:
+    """Names of the tensors that the declared precision of the rollout rounds: the linear layers of an FP8 one."""
+    if not (setting.precision.rollout or "").startswith("float8"):
+        return []
+    return [name for name in truth if "_proj" in name and name in held]
+
+
+def _rounded_tensors(held, truth, names: list[str], what: str) -> Iterator[Finding]:
+    """What is rounded by declaration is within half a unit of the last place of its block's largest value."""
+    for name in names:
+        # One rounding to e4m3 in blocks of up to 128 × 128, which hold these matrices whole, and one to bfloat16.
+        bound = unit_roundoff("float8_e4m3fn") + 2 * unit_roundoff("bfloat16")
+        off = differs(held[name], truth[name], stage="weight_sync", place=name, what=f"{what}, declared in FP8", bound=bound)
+        yield from off
+        size = truth[name].abs().clamp_min(float(truth[name].abs().max()) * 2.0**-14)
+        share = float(((held[name] - truth[name]).abs() / size).mean())
+        # Half a unit of the last place is at most 2^-4 of a number, and half of that on average.
+        if not off and share > unit_roundoff("float8_e4m3fn"):
+            evidence = f"{what}: off by {share:.2g} of its values on average: these are not the trainer's weights in FP8"
+            yield Finding(stage="weight_sync", place=name, evidence=evidence)
 
 
 def _derived(truth: dict[str, Tensor], module: str, quantity: str, config) -> Tensor:
@@ -105,7 +145,7 @@ def probes(setting: Setting) -> Iterator[Finding]:
     for name in toy.MODELS:
         batch = _batch(name, setting.seed)
         for what, update, engine in _histories(name, setting):
-            goldens = [_golden(name, setting.seed, update, row) for row in range(len(batch.sequences))]
+            goldens = _goldens(engine, name, setting, update)
             rows = [(row, batch.attention_mask[row].bool(), golden) for row, golden in enumerate(goldens)]
             root = dict(engine.named_modules())[""]
             # Rows that end early would be dropped; the probe keeps them all, so outputs stay in the order of the batch.
@@ -114,19 +154,34 @@ def probes(setting: Setting) -> Iterator[Finding]:
             whole, steps = _by_path(found)
             wrong = [
                 *first_divergence(whole, _trunk(rows, None), stage="rollout", batch=len(rows), expanded=False),
-                *first_divergence(steps, _trunk(rows, batch.input_ids.shape[1] - 1), stage="rollout", batch=len(rows), expanded=False),
+                *first_divergence(
+                    steps, _trunk(rows, batch.input_ids.shape[1] - 1), stage="rollout", batch=len(rows), expanded=False
+                ),
             ]
             for path, values in (("prefill", probe.prefill), ("decode", probe.decode)):
                 for row, golden in enumerate(goldens):
                     p, r = batch.prompt_lengths[row], batch.response_lengths[row]
                     right = language_model.log_softmax(golden["lm_head"][p - 1 : p + r - 1])
                     right = right[torch.arange(r), batch.sequences[row][p:]]
-                    wrong += differs(values[row, :r], right, stage="rollout", place="lm_head.log_prob", what=f"{path}, row {row}")
+                    wrong += differs(
+                        values[row, :r], right, stage="rollout", place="lm_head.log_prob", what=f"{path}, row {row}"
+                    )
             yield from (
-                Finding(stage=finding.stage, place=finding.place, evidence=f"{what}: {finding.evidence}") for finding in wrong
+                Finding(stage=finding.stage, place=finding.place, evidence=f"{what}: {finding.evidence}")
+                for finding in wrong
             )
             if wrong:
                 break
+
+
+def _goldens(engine, name: str, setting: Setting, update: int) -> list[dict[str, Tensor]]:
+    """The reference on the trainer's weights; on the engine's own where the rollout declares that it rounds them."""
+    batch = _batch(name, setting.seed)
+    if not (setting.precision.rollout or "").startswith("float8"):
+        return [_golden(name, setting.seed, update, row) for row in range(len(batch.sequences))]
+    held = {key: tensor.double() for key, tensor in engine.named_parameters()}
+    with torch.no_grad():
+        return [language_model.forward(ids, held, toy.MODELS[name]) for ids in batch.sequences]
 
 
 def _trunk(rows, fed: int | None):
@@ -166,7 +221,11 @@ def prefix(setting: Setting) -> Iterator[Finding]:
                 logits = _golden(name, setting.seed, update, 0)["lm_head"][p - 1 : -1]
                 right = language_model.log_softmax(logits)[torch.arange(len(ids) - p), ids[p:]]
                 yield from differs(
-                    found, right, stage="rollout", place="prefix_cache", what=f"{name}, update {update + 1}, time {again + 1}"
+                    found,
+                    right,
+                    stage="rollout",
+                    place="prefix_cache",
+                    what=f"{name}, update {update + 1}, time {again + 1}",
                 )
 
 

@@ -38,7 +38,9 @@ def same_tensors(found: dict[str, Tensor], sent: dict[str, Tensor], *, stage: st
             evidence = f"{what}: {mine.dtype} {list(mine.shape)} instead of {right.dtype} {list(right.shape)}"
             yield Finding(stage=stage, place=name, evidence=evidence)
         else:
-            yield from differs(mine.detach().double(), right.detach().double(), stage=stage, place=name, what=what, bound=0.0)
+            yield from differs(
+                mine.detach().double(), right.detach().double(), stage=stage, place=name, what=what, bound=0.0
+            )
 
 
 def read_config(setting: Setting) -> Iterator[Finding]:
@@ -157,7 +159,9 @@ def fp8_policy(setting: Setting) -> Iterator[Finding]:
                     evidence=f"off by {float(off.max()):.3g} of its block's largest value, bound {bound:.3g}",
                 )  # fmt: skip
             else:
-                yield from differs(found[key], tensor, stage="weight_sync", place=key, what="not a linear layer", bound=0.0)
+                yield from differs(
+                    found[key], tensor, stage="weight_sync", place=key, what="not a linear layer", bound=0.0
+                )
 
 
 def in_buckets(setting: Setting) -> Iterator[Finding]:
@@ -184,9 +188,13 @@ def in_buckets(setting: Setting) -> Iterator[Finding]:
 SIZES = {
     "TP 2": {"tensor_model_parallel_size": 2},
     "TP 2, EP 2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-    "TP 2, EP 2, ETP 2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    "TP 2, EP 2, ETP 2": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+    },
     "EP 4": {"expert_model_parallel_size": 4},
-    "PP 3": {"pipeline_model_parallel_size": 3},
+    "PP 2": {"pipeline_model_parallel_size": 2},
 }
 
 ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "embed_tokens", "lm_head", "gate_proj", "up_proj")
@@ -227,7 +235,12 @@ def _shard(parameter, tensor: Tensor, sent: dict[str, Tensor], place, layout, wh
         else:
             parts.append(whole)
     yield from differs(
-        tensor, torch.cat(parts), stage="checkpoint", place=parameter.hf_names[0], what=f"{what}, rank {rank}", bound=0.0
+        tensor,
+        torch.cat(parts),
+        stage="checkpoint",
+        place=parameter.hf_names[0],
+        what=f"{what}, rank {rank}",
+        bound=0.0,
     )
 
 
@@ -263,16 +276,22 @@ def fused_attention(setting: Setting) -> Iterator[Finding]:
             golden = language_model.latent_attention(x, weights, "model.layers.1.self_attn", config, positions)
         angle, size = rotary.angles(positions[None], config), rotary.amplitude(config)
         context = mla.AttentionContext(
-            cos=size * angle.cos(), sin=size * angle.sin(), mask=attention.attention_mask_from(torch.ones(1, 6, dtype=torch.int64))
+            cos=size * angle.cos(),
+            sin=size * angle.sin(),
+            mask=attention.attention_mask_from(torch.ones(1, 6, dtype=torch.int64)),
         )
         with torch.no_grad():
             fused = fused_mla_weights.fused_mla_weights(subject)
             q_nope, q_rope, latent, k_rope = fused_mla.fused_preprocess(subject, fused, x[None], context)
         at = "model.layers.1.self_attn"
         query = torch.cat([q_nope, q_rope], dim=-1)[0]
-        yield from differs(latent[0], golden["latent"], stage="rollout", place=f"{at}.kv_a_proj_with_mqa", what=f"{name}, latent")
+        yield from differs(
+            latent[0], golden["latent"], stage="rollout", place=f"{at}.kv_a_proj_with_mqa", what=f"{name}, latent"
+        )
         key = golden["key"][0][:, config.qk_nope_head_dim :]
-        yield from differs(k_rope[0], key, stage="rollout", place=f"{at}.kv_a_proj_with_mqa", what=f"{name}, rotated key")
+        yield from differs(
+            k_rope[0], key, stage="rollout", place=f"{at}.kv_a_proj_with_mqa", what=f"{name}, rotated key"
+        )
         yield from differs(query, golden["query"], stage="rollout", place=f"{at}.q_proj", what=f"{name}, query")
 
 
@@ -284,6 +303,6 @@ CHECKS = (
     Check(name="weights.fp8_policy", layer="layer-logits", cost=0.03, run=fp8_policy),
     Check(name="weights.buckets", layer="weight-sync", cost=0.003, run=in_buckets),
     Check(name="weights.qkv", layer="weight-sync", cost=0.002, run=qkv),
-    Check(name="weights.checkpoint", layer="weight-sync", cost=0.1, run=load_checkpoint),
+    Check(name="weights.checkpoint", layer="unit-op", cost=0.1, run=load_checkpoint),
     Check(name="weights.megatron", layer="weight-sync", cost=0.1, run=megatron),
 )
