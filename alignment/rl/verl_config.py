@@ -157,6 +157,8 @@ def cpu_settings(config: TrainConfig | None = None) -> Settings:
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         # Far below what the host has: the start-up check of vLLM would ask for most of its memory.
         "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 64 << 20,
+        # In the process of the engine: one less start of Python with everything in it.
+        "++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
         # Live defect of vLLM 0.32: see docs/live-defects.md.
         "++actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.custom_ops": ["-rotary_embedding"],
         "reward.num_workers": 1,
@@ -203,6 +205,14 @@ def merge(settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
     # A key that verl does not declare has to be added, also where someone only changes the value it has here.
     added = [f"++{text}" if text.partition("=")[0] in undeclared else text for text in overrides]
     return arguments(kept) + added
+
+
+def overlay(settings: Settings, others: Settings) -> Settings:
+    """``settings`` changed by ``others``; a key that has to be added stays one, however the other one is written."""
+    undeclared = {key.lstrip("+") for key in settings if key.startswith("++")}
+    marked = {f"++{key}" if key in undeclared else key: value for key, value in others.items()}
+    names = {key.lstrip("+") for key in marked}
+    return {key: value for key, value in settings.items() if key.lstrip("+") not in names} | marked
 
 
 def read_verl_yaml(path: Path) -> Settings:

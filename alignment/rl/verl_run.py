@@ -22,7 +22,7 @@ from alignment.errors import InputError, UnavailableError
 from alignment.rl.config import TrainConfig, flatten, load_config
 from alignment.rl.driver import Progress, Silence
 from alignment.rl.run import RunResult, located, read_run
-from alignment.rl.verl_config import Settings, cpu_settings, merge, read_verl_yaml, verl_settings
+from alignment.rl.verl_config import Settings, cpu_settings, merge, overlay, read_verl_yaml, verl_settings
 from alignment.rl.verl_plugin import MODULE
 from alignment.rl.verl_process import Limits, follow
 from alignment.rl.verl_record import our_names, record_verl_run
@@ -132,17 +132,18 @@ def compose(
     """
     ours = None
     if is_verl_tree(source):
-        settings = (cpu_settings() if device == "cpu" else {}) | read_verl_yaml(Path(source))
+        settings = overlay(cpu_settings() if device == "cpu" else {}, read_verl_yaml(Path(source)))
     else:
         decisive = [text for text in overrides if text.partition("=")[0] in DERIVED_FROM]
         ours = fitting(located(load_config(source, decisive)), run_dir, device=device)
         settings = verl_settings(ours, device=device)
-    return settings | {
+    places = {
         "trainer.logger": ["console", "file", "tensorboard"],
         "trainer.default_local_dir": str(run_dir / "checkpoints"),
         "trainer.rollout_data_dir": str(run_dir / WORK / ROLLOUTS),
         "hydra.run.dir": str(run_dir / WORK / "hydra"),
-    }, ours
+    }
+    return settings | places, ours
 
 
 def is_verl_tree(source: str | Path) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from alignment.errors import InputError
 from alignment.rl.config import TrainConfig, load_config
 from alignment.rl.run import located
-from alignment.rl.verl_config import arguments, cpu_settings, merge, read_verl_yaml, verl_settings
+from alignment.rl.verl_config import arguments, cpu_settings, merge, overlay, read_verl_yaml, verl_settings
 
 
 def tiny(**changes):
@@ -79,6 +79,10 @@ def test_an_override_takes_the_place_of_a_setting():
     settings = {"a.b": 1, "++c.d": 2, "++e.f.g": 3, "h": 4}
     assert merge(settings, ["a.b=5", "c.d=6", "++e.f={}"]) == ["h=4", "a.b=5", "++c.d=6", "++e.f={}"]
     assert merge(settings, ["~h"]) == ["a.b=1", "++c.d=2", "++e.f.g=3", "~h"]
+
+
+def test_a_key_that_has_to_be_added_stays_one_whoever_sets_it():
+    assert overlay({"++a": 1, "b": 2, "++c": 3}, {"a": 4, "++b": 5, "d": 6}) == {"++c": 3, "++a": 4, "++b": 5, "d": 6}
 
 
 @pytest.mark.parametrize("text", ["a.b", "=1", "--help", "a b=1"])
