@@ -61,9 +61,10 @@ def reference_gradients(policy: ToyPolicy, fields: dict[str, Tensor], mode: str)
     formula.
     """
     total = torch.zeros((), dtype=torch.float64)
-    tokens, sequences = sum(samples.RESPONSES), len(samples.RESPONSES)
-    for row, (p, r) in enumerate(zip(samples.PROMPTS, samples.RESPONSES)):
+    lengths = (fields["response_mask"] != 0).sum(1).tolist()
+    for row, r in enumerate(lengths):
         ids = fields["input_ids"][row][fields["attention_mask"][row] != 0]
+        p = len(ids) - r
         logits = forward_alone(policy, ids.tolist())[p - 1 : p + r - 1] / samples.TEMPERATURE
         log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
         chosen = log_p[torch.arange(r), ids[p:]]
@@ -75,7 +76,7 @@ def reference_gradients(policy: ToyPolicy, fields: dict[str, Tensor], mode: str)
         gap = reference - chosen
         # verl's clamp of the estimate
         loss = loss - ENTROPY * entropy + KL * (gap.exp() - 1 - gap).clamp(max=10.0)
-        scale = {"token-mean": 1 / tokens, "seq-mean-token-mean": 1 / (sequences * r)}[mode]
+        scale = {"token-mean": 1 / sum(lengths), "seq-mean-token-mean": 1 / (len(lengths) * r)}[mode]
         total = total + loss.sum() * scale
     names, weights = zip(*policy.named_parameters())
     return dict(zip(names, torch.autograd.grad(total, weights)))

@@ -14,6 +14,7 @@ TOPICS = {
     "advantages",
     "distributions",
     "stages",
+    "step",
     "training",
     "parallel_layouts",
     "streams",

@@ -237,6 +237,40 @@ def values_one_position_late(original):
     return outputs
 
 
+@mutant(f"{RL}.worker:Worker.ref_log_prob")
+def policy_as_its_own_reference(original):
+    def ref_log_prob(self, batch):
+        held, self.reference = self.reference, self.actor
+        try:
+            return original(self, batch)
+        finally:
+            self.reference = held
+
+    return ref_log_prob
+
+
+@mutant(f"{RL}.worker:Worker.old_log_prob")
+def rollout_log_probs_taken_for_old_ones(original):
+    def old_log_prob(self, batch):
+        return original(self, batch).add({"old_log_probs": 0.9 * batch["rollout_log_probs"].double()})
+
+    return old_log_prob
+
+
+@mutant(f"{RL}.worker:Worker.update_actor")
+def counts_of_another_mini_batch(original):
+    return lambda self, batch, mini_batches, counts: original(self, batch, mini_batches, list(counts)[::-1])
+
+
+@mutant(f"{RL}.worker:Worker.update_actor")
+def mini_batches_by_stride(original):
+    def update(self, batch, mini_batches, counts):
+        rows = [i for start in range(mini_batches) for i in range(start, len(batch), mini_batches)]
+        return original(self, batch[rows], mini_batches, counts)
+
+    return update
+
+
 # --- engines and optimizers ------------------------------------------------------------------------------------------
 
 
