@@ -23,7 +23,7 @@ from alignment.faults.reference.toy_policy import ToyPolicy, forward_alone
 from alignment.numerics.random import portable_integers, portable_normal
 
 EOS, PAD = 2, 0
-PROMPTS, LENGTHS = (3, 3, 1, 1, 5, 5), (4, 2, 6, 3, 1, 5)
+PROMPTS, LENGTHS = (3, 3, 1, 1, 5, 5), (4, 2, 6, 3, 1, 4)
 WIDTH, LONGEST = 7, 6
 RIGHT = (True, False, False, True, True, True)
 UID = ("a", "a", "b", "b", "c", "c")
