@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alignment.capture.config import CaptureConfig
+from alignment.capture.config import STAGE_ORDER, CaptureConfig
 from alignment.capture.own_format import is_capture
 from alignment.capture.session import Capture, record_values
 from alignment.capture.stage import StageRecord
@@ -31,8 +32,16 @@ def capture_observer(config: CaptureConfig, run_dir: Path, *, provenance: Mappin
     """What makes a run capture itself into ``<run_dir>/capture``.
 
     Raises:
-        InputError: the run has a capture already.
+        InputError: the run has a capture already, or a stage that no pipeline has was asked for.
     """
+    known = list(dict.fromkeys((*STAGE_ORDER, *HOLDERS)))
+    for stage in config.stages or ():
+        if stage not in known:
+            near = difflib.get_close_matches(stage, known, n=1)
+            raise InputError(
+                "the pipeline has no such stage", where="capture.stages", expected=", ".join(known), found=stage,
+                next_step=f"did you mean {near[0]}?" if near else None,
+            )  # fmt: skip
     directory = Path(run_dir).resolve() / FOLDER
     if is_capture(directory):
         raise InputError(
