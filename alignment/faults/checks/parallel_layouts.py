@@ -415,13 +415,13 @@ def sequence(setting: Setting) -> Iterator[Finding]:
     from alignment.models.parallel import sequence_parallel
 
     seed, tp = setting.seed, 2
-    shapes = {"norm": (6,), "up": (8, 6), "down": (6, 8), "tower": (6, 6)}
+    shapes = {"norm": (6,), "up": (8, 6), "down": (6, 8), "bias": (6,), "tower": (6, 6)}
     weights = {n: portable_normal(s, seed=seed, stream=f"layouts/sp/{n}").requires_grad_() for n, s in shapes.items()}
     x = portable_normal((2, 8, 6), seed=seed, stream="layouts/sp/x").requires_grad_()
     pull = portable_normal((2, 8, 6), seed=seed, stream="layouts/sp/pull")
     normed = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weights["norm"]
     inner = normed @ weights["up"].T
-    hidden = x + (inner * torch.sigmoid(inner)) @ weights["down"].T
+    hidden = x + (inner * torch.sigmoid(inner)) @ weights["down"].T + weights["bias"]
     golden = hidden + torch.tanh(hidden @ weights["tower"].T)
     rights = torch.autograd.grad((golden * pull).sum(), [x, *weights.values()])
     parts = [p.clone().requires_grad_() for p in x.detach().split(4, dim=1)]

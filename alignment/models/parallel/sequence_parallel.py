@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: one block whose weights, activations and gradients are spread in every way there is.
 
 * ``sharded`` weights (``up``, ``down``): a rank owns a part and its gradient;
-* ``sequence_parallel`` weights (``norm``): every rank owns a copy and sees a part of the tokens, so the gradients are
+* ``sequence_parallel`` weights (``norm``, ``bias``): every rank owns a copy and sees a part of the tokens, so the gradients are
   parts that add up;
 * ``replicated`` weights (``tower``: a router, a vision tower): every rank owns a copy and sees all tokens, so the
   gradients are equal already and must not add up.
@@ -18,7 +18,7 @@ from alignment.errors import InputError
 from alignment.models.parallel import collectives
 
 SHARDED, SEQUENCE_PARALLEL, REPLICATED = "sharded", "sequence_parallel", "replicated"
-KINDS = {"norm": SEQUENCE_PARALLEL, "up": SHARDED, "down": SHARDED, "tower": REPLICATED}
+KINDS = {"norm": SEQUENCE_PARALLEL, "up": SHARDED, "down": SHARDED, "bias": SEQUENCE_PARALLEL, "tower": REPLICATED}
 SHARD_DIMENSION = {"up": 0, "down": 1}
 
 
@@ -84,10 +84,10 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 class SequenceParallelBlock:
-    """``y = x + down(silu(up(norm(x))))``, then ``y + tanh(tower(y))``, on ``tp`` ranks.
+    """``y = x + down(silu(up(norm(x)))) + bias``, then ``y + tanh(tower(y))``, on ``tp`` ranks.
 
     Args:
-        weights: ``norm`` [h], ``up`` [f, h], ``down`` [h, f], ``tower`` [h, h].
+        weights: ``norm`` [h], ``up`` [f, h], ``down`` [h, f], ``bias`` [h], ``tower`` [h, h].
         tp: number of ranks; f and the sequence divide by it.
     """
 
@@ -110,7 +110,9 @@ class SequenceParallelBlock:
             torch.nn.functional.silu(full @ w["up"][rank].t()) @ w["down"][rank].t()
             for rank, full in enumerate(gathered)
         ]
-        hidden = [part + out for part, out in zip(x, collectives.reduce_scatter(partials, dim=1))]
+        # The bias is added after the sum over ranks, once.
+        reduced = collectives.reduce_scatter(partials, dim=1)
+        hidden = [part + out + w["bias"][rank] for rank, (part, out) in enumerate(zip(x, reduced))]
         everywhere = gather_sequence(hidden, consumers=REPLICATED)
         tower = scatter_sequence([torch.tanh(full @ w["tower"][rank].t()) for rank, full in enumerate(everywhere)])
         return [part + out for part, out in zip(hidden, tower)]

@@ -198,12 +198,12 @@ def test_a_label_outside_the_vocabulary_is_refused():
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_sequence_parallel_block_equals_one_rank(tp):
-    shapes = {"norm": (6,), "up": (8, 6), "down": (6, 8), "tower": (6, 6)}
+    shapes = {"norm": (6,), "up": (8, 6), "down": (6, 8), "bias": (6,), "tower": (6, 6)}
     weights = {name: draw(*shape, stream=name) for name, shape in shapes.items()}
     x, seed = draw(2, 8, 6, stream="x").requires_grad_(), draw(2, 8, 6, stream="s")
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
     normed = sequence_parallel.rms_norm(x, leaves["norm"])
-    y = x + torch.nn.functional.silu(normed @ leaves["up"].t()) @ leaves["down"].t()
+    y = x + torch.nn.functional.silu(normed @ leaves["up"].t()) @ leaves["down"].t() + leaves["bias"]
     golden = y + torch.tanh(y @ leaves["tower"].t())
     (golden * seed).sum().backward()
     parts = [p.detach().clone().requires_grad_() for p in collectives.split_evenly(x, tp, dim=1)]
