@@ -18,6 +18,7 @@ from alignment.cli import (
     environment,
     gkd,
     memory,
+    report,
     stress,
     training,
     triage,
@@ -35,6 +36,7 @@ app.command("read-verl")(verl.read_verl)
 app.command("compare")(compare.compare)
 app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
+app.command("report")(report.report)
 app.command("triage")(triage.triage)
 app.command("stress")(stress.stress)
 app.command("doctor")(environment.doctor)

@@ -47,8 +47,9 @@ def run(
     """Layered checks and a full DAPO run on the best device present, against the best matching baseline."""
     from alignment.baseline.suite import PARTS, SuiteSetting, run_suite
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
+    from alignment.report.page import PAGE, write_page
     from alignment.report.progress import suite_progress
-    from alignment.report.run_directory import PROVENANCE, finite, new_run_directory, write_verdicts
+    from alignment.report.run_directory import PROVENANCE, finite, new_run_directory, write_stack, write_verdicts
     from alignment.report.terminal import print_verdicts
 
     parts = _parts(only, PARTS)
@@ -71,13 +72,21 @@ def run(
         with suite_progress(console, quiet=as_json) as progress:
             verdicts = run_suite(setting, progress)
     path = write_verdicts(setting.run_dir, verdicts)
+    write_stack(setting.run_dir)
+    page = write_page([setting.run_dir], setting.run_dir / PAGE, baselines=baseline)
     code = exit_code(verdicts, require=require)
     if as_json:
-        document = {"exit_code": code, "run": str(setting.run_dir), "verdicts": [finite(v.to_dict()) for v in verdicts]}
+        document = {
+            "exit_code": code,
+            "run": str(setting.run_dir),
+            "page": str(page),
+            "verdicts": [finite(v.to_dict()) for v in verdicts],
+        }
         print(json.dumps(document, indent=1))
     else:
         print_verdicts(console, verdicts)
         console.print(f"everything of this run: {path.parent} (stack in {PROVENANCE})", markup=False, highlight=False)
+        console.print(f"as a page: {page}", markup=False, highlight=False)
         if require and any(v.outcome is Outcome.UNAVAILABLE for v in verdicts):
             console.print("--require: what is unavailable counts as an error", markup=False, highlight=False)
     raise typer.Exit(code)

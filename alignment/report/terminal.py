@@ -20,13 +20,13 @@ _STYLE = {
     Outcome.UNAVAILABLE: "dim",
 }
 # The order in which a row of several checks takes the outcome of its worst member.
-_GRAVITY = [Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE, Outcome.UNAVAILABLE, Outcome.PASS]
+GRAVITY = [Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE, Outcome.UNAVAILABLE, Outcome.PASS]
 
 
 def headline(verdicts: Iterable[Verdict]) -> str:
     """One line: how many checks said what."""
     verdicts = list(verdicts)
-    counts = {o: sum(v.outcome is o for v in verdicts) for o in _GRAVITY}
+    counts = {o: sum(v.outcome is o for v in verdicts) for o in GRAVITY}
     said = ", ".join(f"{n} {outcome.value}" for outcome, n in counts.items() if n)
     if counts[Outcome.FAIL]:
         word = "MISALIGNED"
@@ -83,8 +83,8 @@ def print_verdicts(console: Console, verdicts: Iterable[Verdict]) -> None:
         ("budget used", "right"), ("worst quantity", "left"),
     ):
         table.add_column(column, justify=justify)
-    for (layer, group, subject), members in _grouped(verdicts).items():
-        outcome = min((v.outcome for v in members), key=_GRAVITY.index)
+    for (layer, group, subject), members in grouped(verdicts).items():
+        outcome = min((v.outcome for v in members), key=GRAVITY.index)
         judged = [v.worst for v in members if v.worst is not None]
         worst = max(judged, key=lambda m: math.inf if math.isnan(m.value) else m.used, default=None)
         table.add_row(
@@ -103,7 +103,8 @@ def print_verdicts(console: Console, verdicts: Iterable[Verdict]) -> None:
     console.print(headline(verdicts), markup=False, style="bold")
 
 
-def _grouped(verdicts: list[Verdict]) -> dict[tuple[str, str, str], list[Verdict]]:
+def grouped(verdicts: list[Verdict]) -> dict[tuple[str, str, str], list[Verdict]]:
+    """Verdicts by layer, group of checks and subject: the rows of a table."""
     groups: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         name = verdict.check.removeprefix(f"{verdict.layer}/")

@@ -1,0 +1,263 @@
+"""One run as one self-contained HTML page: opens offline, asks nobody for anything.
+
+The page is a template, a style sheet and a script from ``templates/`` with the data of the run embedded as JSON. All that
+comes from a run is text: the template escapes it, and in the JSON ``<`` is written as an escape, so no name, path or
+message can become markup.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import InputError
+from alignment.files import read_json, write_atomically
+from alignment.numerics.verdict import Outcome, Verdict
+from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
+from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_budget
+from alignment.rl.tracking import METRICS, read_series
+
+PAGE = "report.html"
+CURVES = (
+    "reward/before_filter",
+    "acc/before_filter",
+    "response_length/mean",
+    "actor/entropy",
+    "actor/grad_norm",
+    "student/loss",
+)
+"""Shown first where a run has them; every other metric is one choice away."""
+
+GAP = "training/rollout_log_probs_abs_diff_mean"
+SIDE_FILES = {"audit": "audit.json", "memory": "memory.json", "triage": "triage.json", "comparison": "comparison.json"}
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_page(runs: Sequence[Path], target: Path, *, baselines: Path | None = None) -> Path:
+    """The page of one run, or of several beside each other.
+
+    Args:
+        runs: directories of runs: of ``alignment run`` (verdicts), of a training run (metrics), or both.
+        target: the file to write; whole or not at all.
+        baselines: folder of the stored baselines, for the band behind the reward curve.
+
+    Raises:
+        InputError: a directory with nothing in it that a page could show.
+    """
+    parts = [gather(Path(run), baselines=baselines) for run in runs]
+    if not parts:
+        raise InputError("no run is named", where="report", expected="at least one directory of a run")
+    text = render(parts)
+    write_atomically(target, lambda beside: beside.write_text(text, encoding="utf-8"))
+    return target
+
+
+def gather(run: Path, *, baselines: Path | None = None) -> dict[str, Any]:
+    """What a page shows of a run, as plain data.
+
+    Raises:
+        InputError: the directory does not exist or holds no run, or a file in it is damaged.
+    """
+    if not run.is_dir():
+        raise InputError("there is no such directory", where=run, next_step="name the directory of a run")
+    verdicts = read_verdicts(run) if (run / VERDICTS).is_file() else []
+    trainings = [_training(path.parent, run) for path in sorted((*run.glob(METRICS), *run.glob(f"*/{METRICS}")))]
+    side = {name: read_json(run / file) for name, file in SIDE_FILES.items() if (run / file).is_file()}
+    if not (verdicts or trainings or side):
+        raise InputError(
+            "the directory holds no run",
+            where=run,
+            expected=f"{VERDICTS} or {METRICS}",
+            next_step="name another directory",
+        )
+    return {
+        "name": run.name,
+        "headline": headline(verdicts) if verdicts else f"{len(trainings)} training runs, not judged",
+        "outcome": _overall(verdicts),
+        "layers": _heat(verdicts),
+        "findings": [_finding(v) for v in verdicts if v.outcome in (Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE)],
+        "checks": [_row(v) for v in verdicts],
+        "unavailable": sorted({(v.subject, v.reason) for v in verdicts if v.outcome is Outcome.UNAVAILABLE}),
+        "next": list(dict.fromkeys(v.next_command for v in verdicts if v.next_command)),
+        "baselines": sorted({v.baseline for v in verdicts if v.baseline}),
+        "trainings": trainings,
+        "band": _band(run, baselines) if baselines else None,
+        "provenance": read_json(run / PROVENANCE) if (run / PROVENANCE).is_file() else None,
+        "stack": (run / STACK).read_text(encoding="utf-8") if (run / STACK).is_file() else "",
+        "audit": _audit(side.get("audit")),
+        "memory": _memory(side.get("memory")),
+        "triage": side.get("triage"),
+    }
+
+
+def render(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The page of what :func:`gather` returned."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    charts = [{"trainings": part["trainings"], "band": part["band"]} for part in parts]
+    return environment.get_template("report.html.j2").render(
+        parts=parts,
+        css=_verbatim("report.css"),
+        js=_verbatim("report.js"),
+        data=_Markup(embedded(charts)),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        first_curves=CURVES,
+        gap=GAP,
+    )
+
+
+def embedded(data: Any) -> str:
+    """``data`` as JSON that cannot end the script element it stands in; what is not finite becomes null."""
+    text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e").replace("\u2028", "\\u2028")
+
+
+class _Markup(str):
+    """Text that is already markup: jinja2 asks for this method."""
+
+    def __html__(self) -> str:
+        return str(self)
+
+
+def _verbatim(name: str) -> _Markup:
+    return _Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def _worst(verdicts: Iterable[Verdict]) -> Outcome:
+    return min((v.outcome for v in verdicts), key=GRAVITY.index)
+
+
+def _overall(verdicts: list[Verdict]) -> str:
+    """The colour of the headline: what could not be run does not turn a pass into something else."""
+    ran = [v for v in verdicts if v.outcome is not Outcome.UNAVAILABLE]
+    return _worst(ran or verdicts).value if verdicts else ""
+
+
+def _heat(verdicts: list[Verdict]) -> list[dict[str, Any]]:
+    """Per layer the checks by subject: outcome and share of the budget used, worst member first."""
+    layers: dict[str, dict[str, Any]] = {}
+    for (layer, check, subject), members in grouped(verdicts).items():
+        table = layers.setdefault(layer, {"layer": layer, "subjects": [], "rows": {}})
+        if subject not in table["subjects"]:
+            table["subjects"].append(subject)
+        worst = max(
+            (v.worst for v in members if v.worst),
+            key=lambda m: math.inf if math.isnan(m.value) else m.used,
+            default=None,
+        )
+        outcome = _worst(members)
+        table["rows"].setdefault(check, {})[subject] = {
+            "outcome": outcome.value,
+            "checks": len(members),
+            "budget": percent_of_budget(worst),
+            "used": None if worst is None or worst.used is None else min(worst.used, 1.0),
+            "worst": f"{worst.name} = {worst.value:.6g} {worst.unit}".strip() if worst else members[0].reason,
+        }
+    return list(layers.values())
+
+
+def _finding(verdict: Verdict) -> dict[str, Any]:
+    worst = verdict.worst
+    return {
+        **_row(verdict),
+        "device": verdict.device,
+        "stage": verdict.stage,
+        "path": _path(verdict),
+        "detail": verdict.where.detail if verdict.where else "",
+        "how_far": f"{worst.name} = {worst.value:.6g} {worst.unit}, bound {worst.bound:.6g}" if worst else "",
+        "origin": worst.origin if worst else "",
+        "baseline": verdict.baseline or "",
+        "next": verdict.next_command or "",
+    }
+
+
+def _path(verdict: Verdict) -> list[str]:
+    """Stage, every step of the module's path, and the quantity: drawn as a trail."""
+    if verdict.where is None:
+        return []
+    return [verdict.where.stage, *verdict.where.module.split("."), verdict.where.quantity]
+
+
+def _row(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "check": verdict.check,
+        "subject": verdict.subject,
+        "outcome": verdict.outcome.value,
+        "budget": percent_of_budget(verdict.worst),
+        "reason": verdict.reason,
+    }
+
+
+def _training(directory: Path, run: Path) -> dict[str, Any]:
+    series = read_series(directory / METRICS)
+    names = sorted({name for line in series for name in line if name != "step"})
+    return {
+        "name": directory.name if directory != run else "training",
+        "steps": [line["step"] for line in series],
+        "metrics": {name: [line.get(name) for line in series] for name in names},
+    }
+
+
+def _band(run: Path, baselines: Path) -> dict[str, Any] | None:
+    """Lowest and highest reward of the stored runs of the same experiment, step by step."""
+    from alignment.baseline.runs import load_curves
+
+    fingerprints = {
+        read_json(path)["config"] for path in (*run.glob("run.json"), *run.glob("*/run.json"))
+        if isinstance(read_json(path), dict) and "config" in read_json(path)
+    }  # fmt: skip
+    for path in sorted(baselines.glob("*/*/e2e/*.curves.json")):
+        stored = load_curves(path)
+        if not fingerprints & {curve.config for curve in stored.runs}:
+            continue
+        rows: dict[int, list[float]] = {}
+        for curve in stored.runs:
+            for step in curve.steps:
+                rewards = step.groups["reward"].mean
+                rows.setdefault(step.step, []).append(sum(map(float, rewards)) / len(rewards))
+        steps = sorted(rows)
+        return {
+            "metric": CURVES[0],
+            "label": f"{len(stored.runs)} runs of {stored.preset}, {stored.provenance.stack}",
+            "steps": steps,
+            "low": [min(rows[s]) for s in steps],
+            "high": [max(rows[s]) for s in steps],
+        }
+    return None
+
+
+def _audit(found: Any) -> dict[str, Any] | None:
+    """The matrix of ``alignment audit --json``, by name of its columns."""
+    if not isinstance(found, Mapping) or not isinstance(found.get("matrix"), list):
+        return None
+    rows = [row for row in found["matrix"] if isinstance(row, Mapping)]
+    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], (dict, list))))
+    totals = {key: found[key] for key in found if isinstance(found[key], (int, float, str))}
+    return {"totals": totals, "columns": columns, "rows": [[row.get(c, "") for c in columns] for row in rows]}
+
+
+def _memory(found: Any) -> list[dict[str, Any]] | None:
+    """The phases of ``alignment memory profile --json``."""
+    phases = found.get("phases") if isinstance(found, Mapping) else None
+    if not isinstance(phases, list):
+        return None
+    highest = max((p.get("peak", 0) for p in phases if isinstance(p, Mapping)), default=0) or 1
+    return [{**p, "share": p.get("peak", 0) / highest} for p in phases if isinstance(p, Mapping)]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,217 @@
+"""The page of a run: everything in one file, everything foreign escaped, drawn and usable in a real browser."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from alignment.cli import app
+from alignment.errors import InputError
+from alignment.files import write_json
+from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
+from alignment.report.page import embedded, gather, write_page
+from alignment.report.run_directory import write_verdicts
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
+# A page has to open in two seconds with this many steps and metrics, and stay below this size: the project's bars.
+STEPS, METRIC_COUNT, MOST_BYTES = 200, 100, 6_000_000
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def verdict(check: str, outcome: Outcome, **changes) -> Verdict:
+    layer = check.partition("/")[0]
+    measures = (Measure(name="relative_l2", value=0.5, bound=1.0, origin="2 x measured noise"),)
+    return Verdict(
+        **{
+            "check": check, "layer": layer, "stage": "operator", "subject": "torch", "device": "cpu", "outcome": outcome,
+            "reason": "within its budget", "measures": measures, "baseline": "cpu/chip", **changes,
+        }
+    )  # fmt: skip
+
+
+def findings() -> list[Verdict]:
+    where = Divergence(stage="old_log_prob", module="model.layers.0.self_attn", quantity="output", detail=HOSTILE)
+    return [
+        verdict("unit/rope-plain", Outcome.PASS),
+        verdict(
+            "unit/router-groups", Outcome.FAIL, reason=HOSTILE, where=where, next_command="alignment run --only unit"
+        ),
+        verdict(
+            "layer/decoder_layer-0", Outcome.UNAVAILABLE, subject="megatron", reason="megatron-core is not installed"
+        ),
+        verdict("e2e/curve.dapo", Outcome.INCONCLUSIVE, reason="five seeds do not decide"),
+    ]
+
+
+def metrics(directory: Path, *, steps: int = STEPS, count: int = METRIC_COUNT) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    names = ["reward/before_filter", "actor/grad_norm", *(f"more/metric_{i}" for i in range(count - 2))]
+    lines = [json.dumps({"step": s, **{n: s / 7 + i for i, n in enumerate(names)}}) for s in range(1, steps + 1)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_verdicts(tmp_path / "run", findings())
+    metrics(tmp_path / "run" / "dapo")
+    write_json(
+        tmp_path / "run" / "memory.json",
+        {"phases": [{"phase": "rollout", "peak": 2e6, "modelled": 2e6, "outside": 1e6}]},
+    )
+    write_json(tmp_path / "run" / "audit.json", {"defects": 1, "matrix": [{"fault": HOSTILE, "caught": "unit"}]})
+    return tmp_path / "run"
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that elements nest and close, and collects what could load something or run."""
+
+    VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.links, self.scripts, self.text = [], [], 0, []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.scripts += tag == "script"
+        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        assert not any(name.startswith("on") for name, _ in attributes), attributes
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parsed(page: Path) -> Page:
+    reader = Page()
+    reader.feed(page.read_text())
+    assert not reader.open
+    return reader
+
+
+def test_everything_is_in_one_file_and_nothing_is_fetched(run, tmp_path):
+    page = write_page([run], tmp_path / "page.html")
+    reader = parsed(page)
+    assert reader.links == ["data:,"]
+    assert page.stat().st_size < MOST_BYTES
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    assert not re.search(
+        r"""(?:src|href)\s*=\s*["']?https?:|url\(|@import|fetch\(|XMLHttp""",
+        text.replace("http://www.w3.org/2000/svg", ""),
+    )
+
+
+def test_foreign_text_stays_text(run, tmp_path):
+    reader = parsed(write_page([run], tmp_path / "page.html"))
+    assert reader.scripts == 2
+    assert any(HOSTILE in data for data in reader.text)
+
+
+def test_embedded_data_cannot_leave_its_element():
+    told = {"name": HOSTILE, "nan": float("nan"), "line": "\u2028", "list": [float("inf"), 1.5]}
+    text = embedded(told)
+    assert "<" not in text and "\u2028" not in text
+    assert json.loads(text) == {**told, "nan": None, "list": [None, 1.5]}
+
+
+def test_the_page_says_what_the_verdicts_say(run, tmp_path):
+    text = " ".join(parsed(write_page([run], tmp_path / "page.html")).text)
+    for part in (
+        "MISALIGNED", "router", "self_attn", "megatron-core is not installed", "alignment run --only unit",
+        "five seeds do not decide", "1 faults", "rollout", "reward/before_filter",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_unavailable_checks_do_not_colour_the_headline(tmp_path):
+    for outcomes, colour in (
+        ((Outcome.PASS, Outcome.UNAVAILABLE), "pass"),
+        ((Outcome.UNAVAILABLE,), "unavailable"),
+        ((Outcome.PASS, Outcome.INCONCLUSIVE), "inconclusive"),
+        ((Outcome.ERROR, Outcome.FAIL), "fail"),
+    ):
+        directory = tmp_path / colour
+        write_verdicts(directory, [verdict(f"unit/c{i}", o) for i, o in enumerate(outcomes)])
+        assert gather(directory)["outcome"] == colour
+
+
+def test_the_command_writes_it_beside_the_run(run):
+    shown = CliRunner().invoke(app, ["report", str(run), "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert Path(json.loads(shown.output)["page"]) == run / "report.html"
+
+
+def test_several_runs_stand_beside_each_other(run, tmp_path):
+    metrics(tmp_path / "other", steps=3, count=4)
+    reader = parsed(write_page([run, tmp_path / "other"], tmp_path / "page.html"))
+    assert " ".join(reader.text).count("Training:") == 2
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(InputError, match="there is no such directory"):
+        gather(tmp_path / "nothing")
+    with pytest.raises(InputError, match="holds no run"):
+        gather(tmp_path)
+    with pytest.raises(InputError, match="no run is named"):
+        write_page([], tmp_path / "page.html")
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+PROBE = """
+<script>
+addEventListener("load", () => {
+  dispatchEvent(new Event("beforeprint"));
+  const chart = document.querySelector(".chart"), svg = chart.querySelector("svg"), said = () => chart.querySelector("output").textContent;
+  const press = (key) => svg.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+  const told = { errors: window.errors, charts: document.querySelectorAll(".chart svg polyline").length, title: document.title };
+  press("ArrowRight"); told.first = said();
+  press("End"); told.last = said();
+  const points = () => svg.querySelector(".line").getAttribute("points").split(" ").length;
+  told.whole = points(); press("+"); told.zoomed = points(); press("Escape"); told.back = points();
+  const choice = document.querySelector(".choose select");
+  choice.value = "more/metric_5"; choice.dispatchEvent(new Event("change"));
+  told.chosen = document.querySelector(".choose svg").getAttribute("aria-label");
+  document.getElementById("theme").click(); told.theme = document.documentElement.dataset.theme;
+  told.requests = performance.getEntriesByType("resource").map((entry) => entry.name).filter((name) => !name.startsWith("data:"));
+  told.milliseconds = performance.now();
+  const out = document.createElement("pre"); out.id = "told"; out.textContent = JSON.stringify(told); document.body.append(out);
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
+    page = write_page([run], tmp_path / "page.html")
+    errors = (
+        "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(String(e.message)));</script>"
+    )
+    text = page.read_text().replace("<style>", errors + "<style>", 1).replace("</body>", PROBE + "</body>", 1)
+    page.write_text(text)
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom",
+        f"--user-data-dir={tmp_path / 'profile'}", page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = json.loads(
+        re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.S)[1].replace("&gt;", ">").replace("&lt;", "<")
+    )
+    assert told["errors"] == [] and told["requests"] == []
+    assert told["charts"] == 3
+    assert told["first"] == "step 1: 0.14286" and told["last"] == f"step {STEPS}: 28.571"
+    assert told["whole"] == told["back"] == STEPS > told["zoomed"] > 1
+    assert told["chosen"].startswith("more/metric_5, 200 steps")
+    assert told["theme"] in ("light", "dark")
+    assert "owned" not in told["title"]
