@@ -15,7 +15,7 @@ import yaml
 
 from alignment.capture.collector_data import KEYS
 from alignment.capture.readers import open_capture
-from alignment.errors import InputError
+from alignment.errors import InputError, UnavailableError
 from alignment.models import mla
 from alignment.rl.gkd_run import run_gkd
 from alignment.rl.run import CONFIG, run_dapo
@@ -317,3 +317,23 @@ def test_several_ranks_dump_their_own_rows_and_are_replayed_by_one(world, tmp_pa
     )
     assert one.metrics[0]["critic/score/mean"] == two.metrics[0]["critic/score/mean"]
     assert open_capture(tmp_path / "one" / "dump").ranks(0, "data") == [0, 1]
+
+
+@pytest.mark.engine
+def test_the_megatron_back_end_is_collected(world, tmp_path):
+    from alignment.backends.megatron_model import installed_version
+
+    try:
+        installed_version()
+    except UnavailableError as missing:
+        pytest.skip(str(missing))
+    changes = {"engine__train": "megatron", "trainer__total_training_steps": 1}
+    plain = run_dapo(dapo_world.config(world, **changes), run_dir=tmp_path / "plain")
+    setting = collect(tmp_path, key_data_dump=True, actor_train_dump=True, step_end=0)
+    run = run_dapo(dapo_world.config(world, **changes, **setting), run_dir=tmp_path / "run")
+    assert run.metrics == plain.metrics
+    reader = open_capture(tmp_path / "dump")
+    assert reader.stages(0) == ["data", "actor_compute_log_prob", "actor_update"]
+    rows = list(reader.rows(0, "actor_update", 0))
+    assert {r.kind for r in rows} == {"module", "parameter", "parameter_gradient"}
+    assert any(r.direction == "backward" and "decoder.layers.1" in r.module for r in rows)

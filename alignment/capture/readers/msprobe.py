@@ -269,6 +269,10 @@ class _Dump:
         )
 
     def _statistics(self, place: str, value: dict, shape: tuple[int, ...]) -> Statistics | None:
+        plain = value.get("Max"), value.get("Min"), value.get("Mean"), value.get("Norm")
+        if all(type(n) is float and n - n == 0.0 for n in plain):  # four finite numbers, as nearly always
+            high, low, mean, l2 = plain
+            return Statistics(max=high, min=low, mean=mean, l2=l2, nan_count=0, inf_count=0, count=math.prod(shape))
         numbers = {}
         for key in ("Max", "Min", "Mean", "Norm"):
             found = value.get(key)
@@ -278,7 +282,9 @@ class _Dump:
                 raise self._damaged(f"{place}.{key}", "a number", found)
             numbers[key] = found
         if numbers["Max"] is None or numbers["Min"] is None:
-            return None
+            if math.prod(shape):
+                return None
+            return Statistics(max=0.0, min=0.0, mean=0.0, l2=0.0, nan_count=0, inf_count=0, count=0)
         high, low = float(numbers["Max"]), float(numbers["Min"])
         nan_count = int(math.isnan(high) or math.isnan(low))
         inf_count = int(math.isinf(high)) + int(math.isinf(low))
