@@ -62,6 +62,9 @@ def _histories(name: str, setting: Setting) -> Iterator[tuple[str, int, golden_r
             engine.wake()
         engine.update_weights(weight_sync.stream_weights(trainer))
         yield f"{name}, update {update + 1}{f' after {before}' if before else ''}", update, engine
+    engine.sleep(1)
+    engine.wake()
+    yield f"{name}, woken without an update", len(HISTORY) - 1, engine
 
 
 def tensors(setting: Setting) -> Iterator[Finding]:

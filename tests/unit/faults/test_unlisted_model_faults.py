@@ -446,6 +446,7 @@ def gap_of_a_broken_stack(original):
     return gather
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_defect_of_no_catalogue_is_caught(name):
     target, make = MUTANTS[name]
