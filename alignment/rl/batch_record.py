@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 BATCHES = "batches"
 SCHEMA = 1
 FIELDS = (
-    "prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob", "values",
-    "token_level_scores", "token_level_rewards", "advantages", "returns",
+    "prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_prob",
+    "values", "token_level_scores", "token_level_rewards", "advantages", "returns",
 )  # fmt: skip
 _NAME = re.compile(r"step_(\d+)\.safetensors")
 
@@ -34,7 +34,7 @@ _NAME = re.compile(r"step_(\d+)\.safetensors")
 class BatchRecord:
     """One step's batch.
 
-    ``tensors`` field → array [b, …]; ``prompt_ids`` [b] names of prompts, ``samples`` [b] which of the prompt's samples.
+    ``tensors`` field → array [b, …]; ``prompt_ids`` [b] names of prompts, ``samples`` [b] numbers within the prompt.
     """
 
     step: int
@@ -63,7 +63,7 @@ def record_of(batch: Batch, *, step: int) -> BatchRecord:
 
 
 class BatchRecorder:
-    """Keeps the batch of every step as it leaves the advantage stage: a :class:`~alignment.rl.observers.DriverObserver`."""
+    """Keeps every step's batch as it leaves the advantage stage: a :class:`~alignment.rl.observers.DriverObserver`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = Path(run_dir)
@@ -86,7 +86,9 @@ def write_batch(path: Path, batch: BatchRecord) -> None:
 
     for name, array in batch.tensors.items():
         if len(array) != len(batch):
-            raise InputError("a field of a batch has one row per sample", where=name, expected=len(batch), found=len(array))
+            raise InputError(
+                "a field of a batch has one row per sample", where=name, expected=len(batch), found=len(array)
+            )
     who = {"schema": SCHEMA, "step": batch.step, "prompt_ids": list(batch.prompt_ids), "samples": list(batch.samples)}
     arrays = {name: np.ascontiguousarray(array) for name, array in batch.tensors.items()}
     write_atomically(path, lambda beside: save_file(arrays, beside, metadata={"batch": json.dumps(who)}))
@@ -107,7 +109,9 @@ def read_batch(path: Path) -> BatchRecord:
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"a recorded batch cannot be read ({error})", where=path) from None
     if not isinstance(who, dict) or who.get("schema") != SCHEMA:
-        raise InputError("this is no recorded batch", where=path, expected=f"schema {SCHEMA}", found=who and who.get("schema"))
+        raise InputError(
+            "this is no recorded batch", where=path, expected=f"schema {SCHEMA}", found=who and who.get("schema")
+        )
     return BatchRecord(
         step=who["step"], tensors=tensors, prompt_ids=tuple(who["prompt_ids"]), samples=tuple(who["samples"])
     )

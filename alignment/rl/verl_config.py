@@ -1,8 +1,8 @@
 """A verl configuration from one of this project's: the same run, in verl's own tree, as values for its dotted keys.
 
 Most keys are verl's already; :func:`verl_settings` renames the rest and refuses what verl's trainer would ignore in
-silence. Keys verl's configuration does not declare start with ``++``, as Hydra wants it; the others must be declared, so
-that a key verl renames is an error.
+silence. Keys verl's configuration does not declare start with ``++``, as Hydra wants it; the others must be declared,
+so that a key verl renames is an error.
 """
 
 from __future__ import annotations
@@ -109,10 +109,12 @@ def verl_settings(config: TrainConfig, *, device: str) -> Settings:
         "actor_rollout_ref.rollout.free_cache_engine": rollout.free_cache_engine,
         "actor_rollout_ref.rollout.calculate_log_probs": rollout.calculate_log_probs,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": rollout.log_prob_micro_batch_size_per_gpu or micro,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": rollout.log_prob_micro_batch_size_per_gpu
+        or micro,
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": rollout.log_prob_use_dynamic_bsz,
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": policy.ref.log_prob_micro_batch_size_per_gpu or micro,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": policy.ref.log_prob_micro_batch_size_per_gpu
+        or micro,
         "algorithm.adv_estimator": algorithm.adv_estimator,
         "algorithm.gamma": algorithm.gamma,
         "algorithm.lam": algorithm.lam,
@@ -216,7 +218,7 @@ def overlay(settings: Settings, others: Settings) -> Settings:
 
 
 def read_verl_yaml(path: Path) -> Settings:
-    """The dotted settings of a YAML file in verl's own tree; one that verl does not declare is written ``++a.b.c: value``.
+    """The dotted settings of a YAML file in verl's own tree; one verl does not declare is written ``++a.b.c: value``.
 
     Raises:
         InputError: the file is missing, or no mapping.
@@ -281,5 +283,8 @@ def _refuse(config: TrainConfig) -> None:
         )
     if not all(name.endswith(".parquet") for name in config.data.train_files):
         raise InputError(
-            "verl reads parquet", where="data.train_files", expected="*.parquet", found=", ".join(config.data.train_files)
+            "verl reads parquet",
+            where="data.train_files",
+            expected="*.parquet",
+            found=", ".join(config.data.train_files),
         )

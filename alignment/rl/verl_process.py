@@ -68,8 +68,8 @@ def follow(
         poll: seconds between two looks.
 
     Raises:
-        InputError: it ended with another exit code than 0, one of its workers died, it said nothing for too long, or took
-            too long. The message carries the last lines of the log. No process of the run is left.
+        InputError: it ended with another exit code than 0, one of its workers died, it said nothing for too long, or
+            took too long. The message carries the last lines of the log. No process of the run is left.
     """
     limits, mark = limits or Limits(), secrets.token_hex(8)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def _until_the_end(process, written, limits: Limits, watch, start: float, poll: 
 
 
 def kill_marked(process: subprocess.Popen, mark: str, *, grace: float) -> None:
-    """Ends the process group of ``process`` and every other process that inherited ``mark``: asked first, then killed."""
+    """Ends the process group of ``process`` and all that inherited ``mark``: they are asked first, then killed."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, grace)):
         alive = marked_processes(mark)
         if process.poll() is not None and not alive:

@@ -27,15 +27,15 @@ from alignment.rl.tracking import GROUPS, METRICS, TIMINGS
 
 STAGES = {
     "gen": "rollout", "reward": "reward", "old_log_prob": "old_log_prob", "ref": "ref_log_prob", "values": "values",
-    "adv": "advantage", "update_actor": "update_actor", "update_critic": "update_critic", "update_weights": "weight_sync",
-    "save_checkpoint": "save", "step": "step",
+    "adv": "advantage", "update_actor": "update_actor", "update_critic": "update_critic",
+    "update_weights": "weight_sync", "save_checkpoint": "save", "step": "step",
 }  # fmt: skip
 """verl's names of timed stages and ours."""
 
 # Where a run happens, what it is called and how much it says do not decide what it computes.
 FREE_KEYS = re.compile(
-    r"trainer\.(project_name|experiment_name|logger|default_local_dir|default_hdfs_dir|rollout_data_dir|validation_data_dir"
-    r"|save_freq|resume_.*|device|n_gpus_per_node|nnodes|v1\..*|esi_.*|max_.*_to_keep)"
+    r"trainer\.(project_name|experiment_name|logger|default_local_dir|default_hdfs_dir|rollout_data_dir"
+    r"|validation_data_dir|save_freq|resume_.*|device|n_gpus_per_node|nnodes|v1\..*|esi_.*|max_.*_to_keep)"
     r"|ray_kwargs\..*|global_profiler\..*|.*\.profiler\..*|actor_rollout_ref\.model\.path|.*_files|.*\.agent\..*"
     r"|.*\.seed|.*data_loader_seed|.*custom_reward_function\.path|transfer_queue\..*"
 )
@@ -49,9 +49,9 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 class VerlOutput:
     """A verl output folder.
 
-    ``metrics`` step → verl's metrics by verl's names, ``origin`` which logger they come from; ``rollouts`` step → rows of
-    the dump (``input``, ``output``, ``score``, …); ``config`` its resolved configuration (empty where there is none);
-    ``checkpoints`` step → directory.
+    ``metrics`` step → verl's metrics by verl's names, ``origin`` which logger they come from; ``rollouts`` step → rows
+    of the dump (``input``, ``output``, ``score``, …); ``config`` its resolved configuration (empty where there is
+    none); ``checkpoints`` step → directory.
     """
 
     directory: Path
@@ -69,7 +69,9 @@ class VerlOutput:
         """
         if step not in self.checkpoints:
             saved = ", ".join(map(str, sorted(self.checkpoints))) or "none"
-            raise InputError(f"no checkpoint of step {step}", where=self.directory, expected=f"one of {saved}", found=step)
+            raise InputError(
+                f"no checkpoint of step {step}", where=self.directory, expected=f"one of {saved}", found=step
+            )
         folder = self.checkpoints[step] / "actor" / "huggingface"
         if not any(folder.glob("*.safetensors")):
             raise InputError(
@@ -84,8 +86,8 @@ class VerlOutput:
 def read_verl_output(directory: Path) -> VerlOutput:
     """Reads what a verl run wrote below ``directory``.
 
-    Metrics come from the file logger, else from TensorBoard's event files, else from console logs (``*.log``, ``*.txt``,
-    ``*.out``).
+    Metrics come from the file logger, else from TensorBoard's event files, else from console logs (``*.log``,
+    ``*.txt``, ``*.out``).
 
     Raises:
         InputError: there are no metrics of a verl run, or those of several.
@@ -219,7 +221,7 @@ def _metrics(directory: Path, files: Sequence[Path]) -> tuple[dict[int, dict[str
     raise InputError(
         "there are no metrics of a verl run",
         where=directory,
-        expected="JSON lines of trainer.logger=[file], event files of [tensorboard], or a console log with step:N lines",
+        expected="JSON lines of trainer.logger=[file], event files of [tensorboard], or a log with step:N lines",
         next_step="run verl with trainer.logger=[console,file]",
     )
 
@@ -227,7 +229,11 @@ def _metrics(directory: Path, files: Sequence[Path]) -> tuple[dict[int, dict[str
 def _file_metrics(path: Path) -> dict[int, dict[str, float]]:
     series: dict[int, dict[str, float]] = {}
     for entry in _json_lines(path):
-        if not isinstance(entry, dict) or not isinstance(entry.get("data"), dict) or not isinstance(entry.get("step"), int):
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("data"), dict)
+            or not isinstance(entry.get("step"), int)
+        ):
             return {}
         # validation before the first step and the step itself may have a line each
         series.setdefault(entry["step"], {}).update(_numbers(entry["data"]))
@@ -285,7 +291,9 @@ def _rollouts(files: Sequence[Path]) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     for path in files:
         if path.suffix == ".jsonl" and path.stem.isdigit():
-            rows = [row for row in _json_lines(path) if isinstance(row, dict) and {"input", "output", "score"} <= row.keys()]
+            rows = [
+                row for row in _json_lines(path) if isinstance(row, dict) and {"input", "output", "score"} <= row.keys()
+            ]
             # validation has a directory of its own, with the same names
             if rows and "val" not in path.parent.name:
                 found[int(path.stem)] = rows
@@ -357,8 +365,6 @@ def _from_samples(output: VerlOutput, run_dir: Path, step: int, *, n: int) -> tu
         # Groups cannot be told apart in this dump: there is no curve, but there are metrics.
         return derived, None
     return derived, group
-
-
 
 
 def _rewards(

@@ -1,9 +1,9 @@
 """Keeps verl's batches: what its own rollout dump leaves out (token ids, log-probs of both engines, advantages).
 
 verl's ``trainer.rollout_data_dir`` writes decoded text and scores. The trainer has the whole batch in hand at that
-moment (the legacy one) or in its transfer queue (``trainer.use_v1=True``); :func:`install` lets it write the rest as well, in
-the form of :mod:`alignment.rl.batch_record`. Works on every device; where the hook is missing the run goes on without it
-and says so.
+moment (the legacy one) or in its transfer queue (``trainer.use_v1=True``); :func:`install` lets it write the rest as
+well, in the form of :mod:`alignment.rl.batch_record`. Works on every device; where the hook is missing the run goes on
+without it and says so.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def record_dumped_batches(module: ModuleType) -> None:
-    """Wraps ``RayPPOTrainer._log_rollout_data`` of ``module``: the batch is recorded below ``$ALIGNMENT_VERL_RECORD``."""
+    """Wraps ``RayPPOTrainer._log_rollout_data`` of ``module``: batches are kept below ``$ALIGNMENT_VERL_RECORD``."""
     trainer = module.RayPPOTrainer
     stock = getattr(trainer, "_log_rollout_data", None)
     if stock is None:
@@ -112,8 +112,8 @@ def batch_record(tensors: Mapping[str, Any], names: Mapping[str, Any], *, step: 
 
     Args:
         tensors: ``DataProto.batch``: field → tensor [b, …].
-        names: ``DataProto.non_tensor_batch``: field → array [b]; ``extra_info.prompt_id`` or ``extra_info.index`` names a
-            prompt, and where neither is there its tokens do.
+        names: ``DataProto.non_tensor_batch``: field → array [b]; ``extra_info.prompt_id`` or ``extra_info.index`` names
+            a prompt, and where neither is there its tokens do.
         step: number of the step, from 1.
     """
     from alignment.rl.batch_record import FIELDS, BatchRecord, sample_numbers

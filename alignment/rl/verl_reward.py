@@ -9,7 +9,7 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
 ) -> dict[str, float]:
-    """``score`` (−1 or +1, before overlong shaping) and ``acc`` of one response, as ``alignment.rl.scoring`` gives them."""
+    """``score`` (−1 or +1, before overlong shaping) and ``acc`` of one response, by ``alignment.rl.scoring``."""
     # verl loads this file by its path; everything else comes from the installed package.
     from alignment.rl.scoring import score_response
 

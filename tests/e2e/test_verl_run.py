@@ -1,4 +1,4 @@
-"""The real verl trainer: three DAPO steps on the host, read into our run format, compared, and with planted divergences.
+"""The real verl trainer: three DAPO steps on the host, read into our run format, compared, with planted divergences.
 
 A run is a Ray cluster with a driver, a trainer, an inference server and its engine: about a minute and a half of mostly
 imports. So a few runs serve all tests of this file; whatever can be seen without one is in the unit tests.
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from alignment.diagnose.run_stages import compare_runs, first_divergence, open_run
+from alignment.diagnose.run_data import open_run
+from alignment.diagnose.run_stages import compare_runs, first_divergence
 from alignment.errors import InputError
 from alignment.numerics.verdict import Outcome
 from alignment.rl.batch_record import batch_path, read_batch, recorded_steps
@@ -112,7 +113,14 @@ def test_a_repeat_is_aligned(run, root):
     launch(root / "repeat", steps=1)
     verdicts = compare_runs(run, root / "repeat")
     assert {v.outcome for v in verdicts} == {Outcome.PASS}, list(map(str, verdicts))
-    assert [v.stage for v in verdicts] == ["weight_sync", "rollout", "reward", "old_log_prob", "advantage", "update_actor"]
+    assert [v.stage for v in verdicts] == [
+        "weight_sync",
+        "rollout",
+        "reward",
+        "old_log_prob",
+        "advantage",
+        "update_actor",
+    ]
 
 
 def test_another_temperature_is_named_at_the_rollout(run, root):
@@ -148,7 +156,11 @@ def test_a_killed_worker_ends_the_run_with_its_last_words(root):
             time.sleep(0.5)
             if log.exists() and b"update_weights done" in log.read_bytes():
                 for entry in Path("/proc").iterdir():
-                    if entry.name.isdigit() and b"WorkerDict" in _read(entry / "cmdline") and _ours(entry, root / "killed"):
+                    if (
+                        entry.name.isdigit()
+                        and b"WorkerDict" in _read(entry / "cmdline")
+                        and _ours(entry, root / "killed")
+                    ):
                         os.kill(int(entry.name), signal.SIGKILL)
                         killed.append(int(entry.name))
                 return

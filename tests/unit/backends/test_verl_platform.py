@@ -148,7 +148,5 @@ def test_the_platform_is_complete_and_chosen_by_its_name():
     from alignment.rl.verl_plugin import MODULE
 
     environment = {**verl_platform.ENVIRONMENT, "VERL_USE_EXTERNAL_MODULES": MODULE, "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

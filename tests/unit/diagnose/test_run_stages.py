@@ -7,14 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from alignment.diagnose.run_stages import (
-    _poisson_quantile,
-    compare_runs,
-    config_differences,
-    first_divergence,
-    is_run,
-    open_run,
-)
+from alignment.diagnose.run_data import config_differences, is_run, open_run
+from alignment.diagnose.run_stages import _poisson_quantile, compare_runs, first_divergence
+from alignment.diagnose.sample_pairs import SamplePairs
 from alignment.errors import InputError
 from alignment.numerics.verdict import Outcome, exit_code
 from alignment.rl.batch_record import BatchRecord, batch_path, write_batch
@@ -40,8 +35,9 @@ class Policy:
 
 
 def train(
-    root, *, temperature=1.0, stale_at=(), score_bug_at=None, old_bug_at=None, advantage_bug_at=None, update_bug_at=None,
-    noise_seed=0, grad_noise=0.0, paired=True, prompts_from=0, metrics_only=False, not_finite_at=None, lr=1e-3, seed=5,
+    root, *, temperature=1.0, stale_at=(), score_bug_at=None, old_bug_at=None, advantage_bug_at=None,
+    update_bug_at=None, noise_seed=0, grad_noise=0.0, paired=True, prompts_from=0, metrics_only=False,
+    not_finite_at=None, lr=1e-3, seed=5,
 ):  # fmt: skip
     """A run of STEPS steps: sampling by inverse CDF with a uniform draw per sample and position."""
     trainer, engine = Policy(1), Policy(1)
@@ -189,7 +185,9 @@ def test_a_gradient_norm_that_differs_is_judged_by_repeats_only(a, tmp_path):
     assert named(compare_runs(a, wrong, repeats=repeats)) == (1, "update_actor")
 
 
-@pytest.mark.parametrize("fault, where", [({}, None), ({"stale_at": (1,)}, (1, "weight_sync")), ({"lr": 2e-3}, (1, "update_actor"))])
+@pytest.mark.parametrize(
+    "fault, where", [({}, None), ({"stale_at": (1,)}, (1, "weight_sync")), ({"lr": 2e-3}, (1, "update_actor"))]
+)
 def test_metrics_alone_say_what_they_can(tmp_path, fault, where):
     a = train(tmp_path / "a", metrics_only=True)
     b = train(tmp_path / "b", metrics_only=True, noise_seed=1, **fault)
@@ -225,7 +223,10 @@ def test_a_folder_verl_wrote_is_compared_without_being_converted(tmp_path):
     for name, temperature in (("a", 1.0), ("b", 1.2)):
         folder = tmp_path / name / "log"
         folder.mkdir(parents=True)
-        entry = {"step": 1, "data": {"actor/lr": 0.1, "training/rollout_probs_diff_mean": 0.001, "actor/entropy": temperature}}
+        entry = {
+            "step": 1,
+            "data": {"actor/lr": 0.1, "training/rollout_probs_diff_mean": 0.001, "actor/entropy": temperature},
+        }
         (folder / "run.jsonl").write_text(json.dumps(entry) + "\n")
     (tmp_path / "other").mkdir()
     assert is_run(tmp_path / "a") and not is_run(tmp_path / "other") and not is_run(tmp_path / "absent")
@@ -295,16 +296,17 @@ def test_long_batches_are_compared_in_a_sort(tmp_path):
     shared[4, 110] += 1
     names = {"prompt_ids": tuple("aabbccdd"), "samples": (0, 1) * 4}
     log_probs = rng.normal(-2.0, 1.0, (b, r)).astype(np.float32)
-    from alignment.diagnose.run_stages import _Pair
 
     def batch(tokens):
         return BatchRecord(
             step=1, tensors={"responses": tokens, "response_mask": mask, "old_log_probs": log_probs}, **names
         )
 
-    pair = _Pair(batch(responses), batch(other))
+    pair = SamplePairs(batch(responses), batch(other))
     assert pair.equal_tokens == b - 1 and pair.first_difference() == f"prompt b, sample 1, token {part}"
     differences, _ = pair.shared("old_log_probs")
     assert len(differences) == int(mask.sum()) - (r - part) and not differences.any()
-    differences, _ = _Pair(batch(responses), batch(shared)).shared("old_log_probs")
-    assert len(differences) == int(mask.sum()) - (r - part) - (r - 120), "what follows another observation is not shared"
+    differences, _ = SamplePairs(batch(responses), batch(shared)).shared("old_log_probs")
+    assert len(differences) == int(mask.sum()) - (r - part) - (r - 120), (
+        "what follows another observation is not shared"
+    )

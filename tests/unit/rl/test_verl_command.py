@@ -25,7 +25,10 @@ def command(tmp_path, *arguments):
 
 @pytest.mark.parametrize(
     "options, said",
-    [(("--emulate-npu",), "--emulate-npu: verl trains in processes of its own"), (("--executor", "inprocess"), "--executor inprocess")],
+    [
+        (("--emulate-npu",), "--emulate-npu: verl trains in processes of its own"),
+        (("--executor", "inprocess"), "--executor inprocess"),
+    ],
 )
 def test_options_that_do_not_reach_verl_are_refused(tmp_path, options, said):
     done = command(tmp_path, "dapo", "engine=verl", *options)

@@ -79,7 +79,10 @@ def test_with_the_way_round_the_tokenizer_decides(tokenizer):
     assert boundaries_by_tokenizer(named)["hf_model_type"] is None
     builder(tokenizer, hf_model_type=None)
     deepseek = types.SimpleNamespace(get_vocab=lambda: {END: 1})
-    for kept in ({"tokenizer": deepseek, "hf_model_type": "deepseek_v3"}, {"tokenizer": tokenizer, "hf_model_type": "qwen3"}):
+    for kept in (
+        {"tokenizer": deepseek, "hf_model_type": "deepseek_v3"},
+        {"tokenizer": tokenizer, "hf_model_type": "qwen3"},
+    ):
         assert boundaries_by_tokenizer(kept) == kept
 
 

@@ -1,4 +1,4 @@
-"""verl's own maths as an oracle of ours: losses, aggregation, KL estimators, advantages, overlong reward, train/rollout gap.
+"""verl's own maths as an oracle of ours: losses, aggregation, KL, advantages, overlong reward, train/rollout gap.
 
 Both compute in float64 from the same inputs; they may differ by the rounding of one sum over the batch. Each comparison
 is also made with one deliberately wrong number, which it has to see.
@@ -55,7 +55,9 @@ def apart(x, y) -> float:
 
 def actor_config(*, low=0.2, high=0.28, c=10.0):
     values = {"clip_ratio": 0.2, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": c}
-    return types.SimpleNamespace(**values, global_batch_info={}, get=lambda name, default=None: values.get(name, default))
+    return types.SimpleNamespace(
+        **values, global_batch_info={}, get=lambda name, default=None: values.get(name, default)
+    )
 
 
 def gradient(loss, leaf):
@@ -83,7 +85,13 @@ def test_the_policy_loss_and_its_gradient(mode, c):
         assert apart(metrics[name], their_metrics[f"actor/{name}"]) <= single, name
     assert 0 < float(metrics["pg_clipfrac"]) and (c == 10.0 or float(metrics["pg_clipfrac_lower"]) > 0)
     wrong, _ = policy_loss(
-        data["new"], data["old"], data["advantages"], data["mask"], clip_ratio_high=0.2, clip_ratio_c=c, loss_agg_mode=mode
+        data["new"],
+        data["old"],
+        data["advantages"],
+        data["mask"],
+        clip_ratio_high=0.2,
+        clip_ratio_c=c,
+        loss_agg_mode=mode,
     )
     assert apart(wrong, theirs.detach()) > bound
 

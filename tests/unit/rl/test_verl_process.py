@@ -40,7 +40,9 @@ def test_an_exit_code_is_told_with_the_end_of_the_log(tmp_path):
 
 def test_a_dead_worker_ends_a_run_that_would_wait_for_ever(tmp_path):
     with pytest.raises(InputError, match=r"a worker died \(ActorDiedError\)(?s:.*)rank 1 is gone"):
-        run(tmp_path, "echo 'ray.exceptions.ActorDiedError: rank 1 is gone'; while true; do echo alive; sleep 0.2; done")
+        run(
+            tmp_path, "echo 'ray.exceptions.ActorDiedError: rank 1 is gone'; while true; do echo alive; sleep 0.2; done"
+        )
 
 
 def test_last_words_followed_by_a_good_end_are_no_failure(tmp_path):
@@ -57,7 +59,9 @@ def test_a_run_that_talks_for_ever_runs_out_of_time(tmp_path):
         run(tmp_path, "while true; do echo still; sleep 0.1; done", Limits(silence=30.0, total=1.0, grace=0.5))
 
 
-@pytest.mark.parametrize("leaves", ["setsid sleep 300 &", "(trap '' TERM; exec sleep 300) & setsid bash -c 'sleep 300' &"])
+@pytest.mark.parametrize(
+    "leaves", ["setsid sleep 300 &", "(trap '' TERM; exec sleep 300) & setsid bash -c 'sleep 300' &"]
+)
 def test_everything_the_run_started_is_gone_whatever_group_it_went_to(tmp_path, leaves):
     marks = []
 

@@ -11,9 +11,10 @@ from alignment.rl.run import read_run
 from alignment.rl.verl_record import config_fingerprint, our_names, read_verl_output, record_verl_run
 
 METRICS = {
-    "actor/grad_norm": 1.5, "actor/lr": 0.001, "actor/pg_loss": -2.5e-08, "critic/score/mean": -1.5, "actor/entropy": 4.5,
-    "training/rollout_probs_diff_mean": 0.0027, "timing_s/gen": 13.2, "timing_s/adv": 0.005, "timing_s/update_weights": 0.03,
-    "timing_s/step": 13.8, "timing_s/agent_loop/tool_calls/min": 0.0, "perf/throughput": 23.1, "training/global_step": 1,
+    "actor/grad_norm": 1.5, "actor/lr": 0.001, "actor/pg_loss": -2.5e-08, "actor/entropy": 4.5,
+    "critic/score/mean": -1.5, "training/rollout_probs_diff_mean": 0.0027, "training/global_step": 1,
+    "timing_s/gen": 13.2, "timing_s/adv": 0.005, "timing_s/update_weights": 0.03, "timing_s/step": 13.8,
+    "timing_s/agent_loop/tool_calls/min": 0.0, "perf/throughput": 23.1,
 }  # fmt: skip
 CONFIG = """
 trainer: {device: cpu, project_name: x, use_v1: false}
@@ -25,7 +26,15 @@ algorithm: {filter_groups: {enable: true}}
 
 
 def row(prompt, answer, score, **more):
-    return {"input": f"user {prompt}assistant", "output": answer, "gts": "1", "score": score, "step": 1, "acc": 0.0, **more}
+    return {
+        "input": f"user {prompt}assistant",
+        "output": answer,
+        "gts": "1",
+        "score": score,
+        "step": 1,
+        "acc": 0.0,
+        **more,
+    }
 
 
 def verl_folder(root, *, logger="file", steps=(1, 2), score=-1.0):
@@ -180,7 +189,10 @@ def test_the_fingerprint_forgets_places_and_seeds_only():
 
 
 def test_a_batch_is_kept_to_the_bit(tmp_path):
-    tensors = {"responses": np.array([[1, 2], [3, 0]]), "old_log_probs": np.array([[-0.1, -1e-30], [-3, 0]], np.float32)}
+    tensors = {
+        "responses": np.array([[1, 2], [3, 0]]),
+        "old_log_probs": np.array([[-0.1, -1e-30], [-3, 0]], np.float32),
+    }
     path = batch_path(tmp_path, 3)
     write_batch(path, BatchRecord(step=3, tensors=tensors, prompt_ids=("p", "q"), samples=(0, 0)))
     found = read_batch(path)

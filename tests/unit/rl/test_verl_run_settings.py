@@ -24,15 +24,9 @@ from alignment.rl.verl_run import (
     paired_settings,
     require_verl,
     run_environment,
-    wants_verl,
 )
 from alignment.rl.verl_sampling import seeded
 from alignment.weights.checkpoint import load_config as load_model_config
-
-
-def test_verl_is_asked_for_by_name():
-    assert wants_verl(["trainer.seed=2", "engine=verl"])
-    assert not wants_verl(["engine.train=fsdp"])
 
 
 def test_a_preset_is_translated_and_its_output_goes_below_the_run(tmp_path):
@@ -45,7 +39,12 @@ def test_a_preset_is_translated_and_its_output_goes_below_the_run(tmp_path):
 
 def test_an_override_moves_what_follows_from_it(tmp_path):
     plain, _ = compose("dapo-tiny", device="cpu", run_dir=tmp_path)
-    longer = ["data.max_response_length=100", "trainer.total_training_steps=2", "trainer.seed=9", "trainer.logger=[wandb]"]
+    longer = [
+        "data.max_response_length=100",
+        "trainer.total_training_steps=2",
+        "trainer.seed=9",
+        "trainer.logger=[wandb]",
+    ]
     settings, ours = compose("dapo-tiny", longer, device="cpu", run_dir=tmp_path)
     assert settings["actor_rollout_ref.rollout.max_model_len"] > 112 > plain["actor_rollout_ref.rollout.max_model_len"]
     assert settings["trainer.save_freq"] == 2 and settings["actor_rollout_ref.rollout.seed"] == 9
@@ -122,7 +121,9 @@ def test_how_long_a_run_may_be_silent(monkeypatch):
     monkeypatch.setenv("ALIGNMENT_RUN_SILENCE", "60")
     assert default_limits("npu").silence == 60.0
     monkeypatch.setenv("ALIGNMENT_RUN_SILENCE", "soon")
-    with pytest.raises(InputError, match="ALIGNMENT_RUN_SILENCE: a time-out is a positive number of seconds; found soon"):
+    with pytest.raises(
+        InputError, match="ALIGNMENT_RUN_SILENCE: a time-out is a positive number of seconds; found soon"
+    ):
         default_limits("cpu")
 
 
@@ -190,7 +191,7 @@ def test_samples_of_a_queue_are_padded_put_in_order_and_counted_once():
     found = {
         "prompts": torch.nested.nested_tensor([torch.arange(1, n + 1) for n in lengths], layout=torch.jagged),
         "responses": ragged(10), "rm_scores": ragged(0), "response_mask": ragged(1),
-        "extra_info": [{"prompt_id": "b"}, {"prompt_id": "a"}, {"prompt_id": "a"}, {"prompt_id": "a"}, {"prompt_id": "b"}],
+        "extra_info": [{"prompt_id": prompt} for prompt in "baaab"],
     }  # fmt: skip
     record = verl_recorder.queued_record(keys, found, step=2)
     assert (record.prompt_ids, record.samples) == (("a", "a", "b"), (0, 1, 0))

@@ -1,0 +1,106 @@
+"""A training run as it lies on the disk: one of this project, or a folder that verl wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import InputError
+from alignment.files import read_json
+from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, recorded_steps
+from alignment.rl.config import flatten
+from alignment.rl.tracking import METRICS, read_series
+
+PLACES = ("trainer.", "data.train_files", "data.val_files", "ray_kwargs.", "hydra.", "model.path")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as it lies on the disk. ``metrics`` step → name → value; ``config`` flat; ``not_finite`` (step, metric)."""
+
+    directory: Path
+    engine: str
+    device: str
+    metrics: Mapping[int, Mapping[str, float]]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    not_finite: frozenset[tuple[int, str]] = frozenset()
+    texts: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def span(self) -> str:
+        """Its first and last step."""
+        return f"{min(self.metrics)} … {max(self.metrics)}" if self.metrics else "none"
+
+    @cached_property
+    def recorded(self) -> tuple[int, ...]:
+        """Steps whose batches are there."""
+        return tuple(recorded_steps(self.directory))
+
+    def batch(self, step: int) -> BatchRecord | None:
+        """The batch of a step, where it was recorded."""
+        return read_batch(batch_path(self.directory, step)) if step in self.recorded else None
+
+
+def open_run(directory: Path) -> RunData:
+    """A run of ours, or a folder verl wrote.
+
+    Raises:
+        InputError: neither.
+    """
+    directory = Path(directory)
+    if (directory / "run.json").is_file() and (directory / METRICS).is_file():
+        about = read_json(directory / "run.json")
+        config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+        verl = about.get("verl") or {}
+        series = {
+            line["step"]: {k: v for k, v in line.items() if k != "step"} for line in read_series(directory / METRICS)
+        }
+        return RunData(
+            directory,
+            "verl" if verl else "alignment",
+            str(about.get("device", "unknown")),
+            series,
+            flatten(config),
+            frozenset((step, name) for step, name in verl.get("not_finite", [])),
+        )
+    from alignment.rl.verl_record import our_names, read_verl_output
+
+    output = read_verl_output(directory)
+    named = {step: our_names(data) for step, data in output.metrics.items() if step > 0}
+    return RunData(
+        directory,
+        "verl",
+        str(flatten(output.config).get("trainer.device", "unknown")),
+        {step: metrics for step, (metrics, _, _) in named.items()},
+        flatten(output.config),
+        frozenset((step, name) for step, (_, _, odd) in named.items() for name in odd),
+        output.rollouts,
+    )
+
+
+def is_run(directory: Path) -> bool:
+    """Whether :func:`open_run` can read ``directory``; a folder that says it is a capture is none."""
+    if (directory / "run.json").is_file():
+        return True
+    if not directory.is_dir() or (directory / "capture.json").exists():
+        return False
+    try:
+        open_run(directory)
+    except InputError:
+        return False
+    return True
+
+
+def config_differences(a: RunData, b: RunData) -> dict[str, tuple[Any, Any]]:
+    """Keys with other values in the two configurations: (of a, of b). Places, names and devices are left out."""
+    keys = sorted(set(a.config) | set(b.config))
+    return {
+        key: (a.config.get(key), b.config.get(key))
+        for key in keys
+        if a.config.get(key) != b.config.get(key)
+        and not key.startswith(PLACES)
+        and not all(str(run.config.get(key)).startswith("/") for run in (a, b))
+    }
