@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import sys
@@ -279,4 +280,6 @@ class _StepWatch:
             entry = json.loads(line)
             if entry["step"] > 0:
                 metrics, seconds, _ = our_names(entry["data"])
+                # What a bar shows; a trainer that does not log it is no reason to end its run.
+                metrics.setdefault("reward/before_filter", math.nan)
                 self.progress.on_step(entry["step"], max(self.total, entry["step"]), metrics, seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import types
 from importlib import metadata
 
@@ -125,6 +127,27 @@ def test_how_long_a_run_may_be_silent(monkeypatch):
         InputError, match="ALIGNMENT_RUN_SILENCE: a time-out is a positive number of seconds; found soon"
     ):
         default_limits("cpu")
+
+
+def test_progress_follows_the_lines_that_are_whole(tmp_path):
+    told = []
+    progress = types.SimpleNamespace(
+        on_stage=lambda *a: None,
+        on_step=lambda step, total, metrics, seconds: told.append(
+            (step, total, metrics["reward/before_filter"], seconds)
+        ),
+    )
+    path = tmp_path / "metrics.jsonl"
+    watch = verl_run._StepWatch(path, progress, total=3)
+    watch("verl starts")
+    first = {"step": 1, "data": {"critic/score/mean": -0.5, "timing_s/step": 2.0}}
+    path.write_text(json.dumps(first) + '\n{"step": 2, "da')
+    watch("something")
+    watch("something else")
+    path.write_text(json.dumps(first) + "\n" + json.dumps({"step": 2, "data": {"timing_s/gen": 1.0}}) + "\n")
+    watch("")
+    assert told[0] == (1, 3, -0.5, {"step": 2.0})
+    assert told[1][0] == 2 and math.isnan(told[1][2]) and len(told) == 2
 
 
 def trainer_batch(priority):
