@@ -146,8 +146,32 @@ def stage(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="advantages.whitening", layer="unit-op", cost=0.001, run=whitening),
-    Check(name="advantages.groups", layer="unit-op", cost=0.004, run=groups),
-    Check(name="advantages.estimation", layer="unit-op", cost=0.006, run=estimation),
-    Check(name="advantages.stage", layer="unit-op", cost=0.01, run=stage),
+    Check(
+        name="advantages.whitening",
+        layer="unit-op",
+        cost=0.001,
+        run=whitening,
+        kept_because="the operator by itself, where the stage sees only its consequences",
+    ),
+    Check(
+        name="advantages.groups",
+        layer="unit-op",
+        cost=0.004,
+        run=groups,
+        kept_because="group statistics are no entry of the catalogue",
+    ),
+    Check(
+        name="advantages.estimation",
+        layer="unit-op",
+        cost=0.006,
+        run=estimation,
+        kept_because="γ and λ below 1 and masks with holes are no entry of the catalogue",
+    ),
+    Check(
+        name="advantages.stage",
+        layer="unit-op",
+        cost=0.01,
+        run=stage,
+        kept_because="the estimators as the driver puts them together",
+    ),
 )

@@ -398,9 +398,21 @@ CHECKS = (
         run=schedule,
         kept_because="the on-policy schedule is no entry of the catalogue",
     ),
-    Check(name="distillation.divergence", layer="unit-op", cost=0.02, run=divergence),
+    Check(
+        name="distillation.divergence",
+        layer="unit-op",
+        cost=0.02,
+        run=divergence,
+        kept_because="it names the piece of the divergence, where tables and updates only differ",
+    ),
     Check(name="distillation.tables", layer="unit-op", cost=0.03, run=tables),
     Check(name="distillation.views", layer="unit-op", cost=0.002, run=views),
-    Check(name="distillation.adapters", layer="unit-op", cost=0.005, run=adapters),
+    Check(
+        name="distillation.adapters",
+        layer="unit-op",
+        cost=0.005,
+        run=adapters,
+        kept_because="adapters are no entry of the catalogue",
+    ),
     Check(name="distillation.update", layer="layer-grad", cost=0.1, run=update),
 )

@@ -341,10 +341,34 @@ def _vector(
 
 
 CHECKS = (
-    Check(name="losses.aggregation", layer="unit-op", cost=0.003, run=aggregation),
+    Check(
+        name="losses.aggregation",
+        layer="unit-op",
+        cost=0.003,
+        run=aggregation,
+        kept_because="it names the mode, where losses see only its consequences",
+    ),
     Check(name="losses.divergence", layer="unit-op", cost=0.005, run=divergence),
-    Check(name="losses.policy", layer="unit-op", cost=0.006, run=policy),
-    Check(name="losses.value", layer="unit-op", cost=0.004, run=value),
+    Check(
+        name="losses.policy",
+        layer="unit-op",
+        cost=0.006,
+        run=policy,
+        kept_because="it names the bound, where the whole loss only differs",
+    ),
+    Check(
+        name="losses.value",
+        layer="unit-op",
+        cost=0.004,
+        run=value,
+        kept_because="the value loss is no entry of the catalogue",
+    ),
     Check(name="losses.reward_penalty", layer="unit-op", cost=0.005, run=reward_penalty),
-    Check(name="losses.actor", layer="unit-op", cost=0.02, run=actor),
+    Check(
+        name="losses.actor",
+        layer="unit-op",
+        cost=0.02,
+        run=actor,
+        kept_because="it names the term, where gradients of parameters only differ",
+    ),
 )

@@ -261,8 +261,20 @@ CHECKS = (
         run=scales,
         kept_because="loss scales are no entry of the catalogue",
     ),
-    Check(name="optimizers.schedules", layer="unit-op", cost=0.001, run=schedules),
+    Check(
+        name="optimizers.schedules",
+        layer="unit-op",
+        cost=0.001,
+        run=schedules,
+        kept_because="every schedule at every update, where steps see a few",
+    ),
     Check(name="optimizers.chains", layer="unit-op", cost=0.02, run=chains),
     Check(name="optimizers.loading", layer="layer-grad", cost=0.015, run=loading),
-    Check(name="optimizers.steps", layer="layer-grad", cost=0.04, run=steps),
+    Check(
+        name="optimizers.steps",
+        layer="layer-grad",
+        cost=0.04,
+        run=steps,
+        kept_because="clipping, overflow and loss scales over ranks are no entry of the catalogue",
+    ),
 )

@@ -176,7 +176,13 @@ def scorer(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="rewards.placement", layer="unit-op", cost=0.001, run=placement),
+    Check(
+        name="rewards.placement",
+        layer="unit-op",
+        cost=0.001,
+        run=placement,
+        kept_because="which token carries a reward is no entry of the catalogue",
+    ),
     Check(name="rewards.shaping", layer="unit-op", cost=0.003, run=shaping),
     Check(name="rewards.verdicts", layer="unit-op", cost=0.003, run=verdicts),
     Check(

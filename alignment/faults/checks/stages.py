@@ -301,8 +301,20 @@ def probabilities(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="stages.partitions", layer="unit-op", cost=0.001, run=partitions),
-    Check(name="stages.probabilities", layer="unit-op", cost=0.002, run=probabilities),
+    Check(
+        name="stages.partitions",
+        layer="unit-op",
+        cost=0.001,
+        run=partitions,
+        kept_because="samples that are lost or doubled by a cut are no entry of the catalogue",
+    ),
+    Check(
+        name="stages.probabilities",
+        layer="unit-op",
+        cost=0.002,
+        run=probabilities,
+        kept_because="it holds without any reference, on any subject",
+    ),
     Check(
         name="stages.rollout",
         layer="unit-op",
@@ -312,5 +324,11 @@ CHECKS = (
     ),
     Check(name="stages.slicing", layer="unit-op", cost=0.01, run=slicing),
     Check(name="stages.batching", layer="unit-op", cost=0.02, run=batching),
-    Check(name="stages.repeatable", layer="unit-op", cost=0.015, run=repeatable),
+    Check(
+        name="stages.repeatable",
+        layer="unit-op",
+        cost=0.015,
+        run=repeatable,
+        kept_because="it needs no reference: two scorings agree, and the first ratio is 1",
+    ),
 )

@@ -312,7 +312,13 @@ def engines(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="training.engine_steps", layer="unit-op", cost=0.06, run=engine_steps),
+    Check(
+        name="training.engine_steps",
+        layer="unit-op",
+        cost=0.06,
+        run=engine_steps,
+        kept_because="the engine's own steps through a save, where the optimizers above are others",
+    ),
     Check(
         name="training.engines",
         layer="layer-logits",
@@ -320,6 +326,18 @@ CHECKS = (
         run=engines,
         kept_because="weights that two engines share are no entry of the catalogue, and make every KL 0",
     ),
-    Check(name="training.split", layer="layer-grad", cost=0.06, run=split),
-    Check(name="training.main_weights", layer="layer-grad", cost=0.06, run=main_weights),
+    Check(
+        name="training.split",
+        layer="layer-grad",
+        cost=0.06,
+        run=split,
+        kept_because="gradients by parameter through the engine, on ranks and in micro batches by tokens",
+    ),
+    Check(
+        name="training.main_weights",
+        layer="layer-grad",
+        cost=0.06,
+        run=main_weights,
+        kept_because="steps below the last bit of a weight, in both optimizers",
+    ),
 )

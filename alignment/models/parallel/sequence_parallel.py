@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism: one block whose weights, activations and gradients are spread in every way there is.
 
 * ``sharded`` weights (``up``, ``down``): a rank owns a part and its gradient;
-* ``sequence_parallel`` weights (``norm``, ``bias``): every rank owns a copy and sees a part of the tokens, so the gradients are
-  parts that add up;
+* ``sequence_parallel`` weights (``norm``, ``bias``): every rank owns a copy and sees a part of the tokens, so the
+  gradients are parts that add up;
 * ``replicated`` weights (``tower``: a router, a vision tower): every rank owns a copy and sees all tokens, so the
   gradients are equal already and must not add up.
 """
