@@ -32,7 +32,7 @@ from alignment.diagnose.capture_comparison import CaptureComparison, compare_cap
 from alignment.diagnose.noise import NoiseModel
 
 SETTINGS = {setting.name: setting for setting in (protocol.IDEAL, protocol.REALISTIC)}
-CALIBRATION_SEEDS = tuple(range(1000, 1008))
+CALIBRATION_SEEDS = tuple(range(1000, 1020))
 
 
 @dataclass(frozen=True, kw_only=True)

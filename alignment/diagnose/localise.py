@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding
 from alignment.diagnose.module_graph import Edge, ModuleGraph, Pair
-from alignment.diagnose.noise import NoiseModel, scale_of
+from alignment.diagnose.noise import SUMS, Limits, NoiseModel
 
-STATISTICS_RESOLUTION = 2.0**-20
-"""What float32 sums over many elements, in another order on the other side, leave of the statistics of equal tensors."""
+SCALARS = frozenset({"int", "float"})
+"""Python numbers among the arguments of an operator (a scale, an ε, a k): configuration, so they are equal or wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +61,13 @@ class Localisation:
 
 def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
     """Walk twice: the first time to collect the evidence of all layers, the second to judge with it."""
-    evidence = _Evidence(noise)
-    graph.walk(evidence.take)
+    consistent = {}
+    if noise.samples:
+        evidence = _Evidence(noise)
+        graph.walk(evidence.take)
+        consistent = evidence.consistent()
     found = Localisation()
-    judge = _Judge(noise, evidence.consistent(), found)
-    graph.walk(judge.take)
+    graph.walk(_Judge(noise, found, consistent).take)
     return found
 
 
@@ -96,51 +97,82 @@ def _settle(edge: Edge) -> Difference:
 
 
 class _Evidence:
-    """Signed differences that agree over layers and calls add up; noise of the same size does not."""
+    """Signed differences that agree over layers and calls add up; noise of the same size does not.
+
+    Only edges whose sources do not diverge count: what follows a fault is as signed as the fault.
+    """
 
     def __init__(self, noise: NoiseModel) -> None:
         self.noise = noise
-        self.signed: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+        self.signed: dict[tuple[tuple[str, ...], str], list[tuple[int, float, float]]] = defaultdict(list)
+        self.judge = _Judge(noise, Localisation(), {})
 
     def take(self, edge: Edge) -> bool:
-        return False
+        diverges = self.judge.take(edge)
+        limits = self.judge.limits
+        if limits is not None and limits.gain_deviation is not None and not (diverges or edge.tainted or edge.unusable):
+            if edge.result.difference.relative > RESOLUTION and edge.twin is None:
+                place = edge.position
+                self.signed[edge.key, "gain"].append((place, limits.gain_left, limits.gain_deviation))
+                self.signed[edge.key, "bias"].append((place, limits.bias_left, limits.bias_deviation))
+        return diverges
 
-    def consistent(self) -> set[tuple[str, ...]]:
-        return set()
+    def consistent(self) -> dict[int, tuple[str, float, float, str]]:
+        """position → (measure, combined z, its limit, origin), at the first edge of every key that adds up.
+
+        The same fault has about the same size everywhere, so the mean weighted by 1/variance says most.
+        """
+        out: dict[int, tuple[str, float, float, str]] = {}
+        several = {key: values for key, values in self.signed.items() if len(values) > 1}
+        for (key, name), values in several.items():
+            weight = math.fsum(1 / deviation**2 for _, _, deviation in values)
+            total = math.fsum(left / deviation**2 for _, left, deviation in values) / math.sqrt(weight)
+            samples = len(self.noise.samples[key].rows)
+            limit = self.noise.student(max(1, samples - 3), len(several)) * math.sqrt(1 + len(values) / samples)
+            if abs(total) > limit:
+                # where it begins: the first edge that has at least half of its share in the sum
+                share = abs(total) / math.sqrt(len(values)) / 2
+                first = next(p for p, left, deviation in values if math.copysign(1, total) * left / deviation >= share)
+                if first not in out or abs(total) / limit > abs(out[first][1]) / out[first][2]:
+                    out[first] = (name, total, limit, f"{len(values)} calls together, in standard deviations")
+        return out
 
 
 class _Judge:
-    def __init__(self, noise: NoiseModel, consistent: set[tuple[str, ...]], found: Localisation) -> None:
-        self.noise, self.consistent, self.found = noise, consistent, found
+    def __init__(
+        self, noise: NoiseModel, found: Localisation, consistent: dict[int, tuple[str, float, float, str]]
+    ) -> None:
+        self.noise, self.found, self.consistent = noise, found, consistent
+        self.limits: Limits | None = None
 
     def take(self, edge: Edge) -> bool:
+        self.limits = None
         found = self.found
         found.edges += 1
         difference = _settle(edge)
         if difference.problem or not math.isfinite(difference.relative):
             return self._problem(edge, difference)
         found.compared += 1
-        if edge.kind in ("parameter", "attribute", "input"):
+        if difference.detail == "sketch" and difference.relative <= RESOLUTION:
+            return False
+        if edge.kind in ("parameter", "attribute", "input") or edge.result.dtype in SCALARS:
             return self._copied(edge, difference)
         if edge.result.discrete:
             return self._discrete(edge, difference)
-        limits = self.noise.limits(edge)
-        twin = edge.twin.difference if edge.twin is not None else None
-        base = twin if twin is not None and not edge.unordered else Difference(0.0)
+        limits = self.limits = self.noise.limits(edge)
         measures = (
-            ("relative difference", difference.relative - base.relative, limits.relative),
-            ("gain", abs(difference.gain - base.gain), limits.gain),
-            ("bias", abs(difference.bias - base.bias), limits.bias),
+            ("relative difference", difference.relative, limits.relative),
+            ("gain", abs(limits.gain_left), limits.gain),
+            ("bias", abs(limits.bias_left), limits.bias),
         )
         name, value, limit = max(measures, key=lambda m: _ratio(m[1], m[2]))
-        excess = _ratio(value, limit)
-        if excess <= 1.0:
+        origin = limits.origin
+        if _ratio(value, limit) <= 1.0 and edge.position in self.consistent and not edge.tainted:
+            name, value, limit, origin = self.consistent[edge.position]
+        if _ratio(value, limit) <= 1.0:
             # within its limit, and still not better than what it was computed from
             return edge.tainted and difference.relative > rounding(edge.result.dtype)
-        if edge.tainted:
-            self._add(edge, difference, "inherited", name, value, limit, limits.origin)
-            return True
-        self._add(edge, difference, "introduced", name, value, limit, limits.origin)
+        self._add(edge, difference, "inherited" if edge.tainted else "introduced", name, value, limit, origin)
         return True
 
     def _problem(self, edge: Edge, difference: Difference) -> bool:
@@ -190,8 +222,10 @@ def _ratio(value: float, limit: float) -> float:
 
 def _copy_limit(pair: Pair) -> float:
     """Rounding to the coarser storage if the two differ in dtype; else what float32 sums of a sketch lose."""
+    if pair.dtype in SCALARS:
+        return 0.0
     if not pair.same_dtype:
         return 2.0 * rounding(pair.dtype)
     if pair.difference.detail == "tensor":
         return 0.0
-    return {"tensor": 0.0, "sketch": RESOLUTION}.get(pair.difference.detail, STATISTICS_RESOLUTION)
+    return {"tensor": 0.0, "sketch": RESOLUTION}.get(pair.difference.detail, SUMS)

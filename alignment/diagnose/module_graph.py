@@ -80,12 +80,13 @@ class Scope:
         moved: a source is an index that changed, so rows of what follows may be other rows.
     """
 
-    __slots__ = ("copies", "empty", "error", "moved", "tainted", "unusable")
+    __slots__ = ("copies", "empty", "error", "last", "moved", "tainted", "unusable")
 
     def __init__(self) -> None:
         self.error = 0.0
         self.tainted = self.unusable = self.moved = False
         self.empty = True
+        self.last: Difference | None = None
         self.copies: dict[tuple, Pair] = {}
 
     def add(self, pair: Pair, tainted: bool) -> None:
@@ -97,6 +98,8 @@ class Scope:
         self.tainted |= tainted
         self.unusable |= not math.isfinite(error)
         self.moved |= pair.discrete and error > 0.0
+        if not pair.discrete and math.isfinite(error) and pair.kind == "module":
+            self.last = pair.difference
         if pair.identity is not None:
             self.copies.setdefault(pair.identity, pair)
 
@@ -117,7 +120,10 @@ class Edge:
         culprit: the module whose code is between sources and result, or :data:`LOSS`.
         key: edges of one key compute the same kind of thing, in other layers or calls.
         error: largest relative difference among the sources.
+        moved: an index among the sources changed.
         unordered: the result's rows were picked by an index that changed, so they may be in another order.
+        source: the one whose sign carries over: of a module's own results the input that differs most, else what was
+            computed last.
         twin: the source that the result is a copy of, on the golden side.
     """
 
@@ -128,9 +134,11 @@ class Edge:
     error: float
     tainted: bool
     unusable: bool
+    moved: bool
     unordered: bool
     position: int
     twin: Pair | None = None
+    source: Difference | None = None
 
 
 @dataclass(slots=True)
@@ -279,16 +287,19 @@ class _Walk:
             self._parameter_gradients(owner, self.forward_scopes.get(owner, self.last_forward))
 
     def _visit(
-        self, kind: str, culprit: str, key: tuple[str, ...], pair: Pair, scope: Scope, unordered: bool = False
-    ) -> None:
+        self, kind: str, culprit: str, key: tuple[str, ...], pair: Pair, scope: Scope, unordered: bool = False,
+        source: Difference | None = None,
+    ) -> None:  # fmt: skip
         self.position += 1
         twin = scope.copies.get(pair.identity) if pair.identity is not None else None
         error, tainted = scope.error, scope.tainted
         if twin is not None:
             kind, error, tainted = "copy", twin.difference.relative, self.flag.get(id(twin), False)
             unordered = twin.unordered
-        key = (kind, *key)
-        edge = Edge(kind, culprit, key, pair, error, tainted, scope.unusable, unordered, self.position, twin)
+        # noise measured in one dtype says nothing about another
+        key = (kind, *key, pair.dtype if pair.same_dtype else f"to {pair.dtype}")
+        source = source if source is not None else scope.last
+        edge = Edge(kind, culprit, key, pair, error, tainted, scope.unusable, scope.moved, unordered, self.position, twin, source)
         self.flag[id(pair)] = self.judge(edge)
 
     def _held(self, owner: str, scope: Scope) -> None:
@@ -326,8 +337,9 @@ class _Walk:
                 self._visit("glue", node.module, (node.class_name, last, "", pair.path), pair, scope, unordered)
         else:
             # indices first: what they pick goes into the other outputs
+            source = _largest(node.inputs)
             for pair in sorted(node.outputs, key=lambda pair: not pair.discrete):
-                self._visit("own", node.module, (node.class_name, last, pair.path), pair, scope, unordered)
+                self._visit("own", node.module, (node.class_name, last, pair.path), pair, scope, unordered, source)
                 if pair.discrete:
                     scope.add(pair, self.flag[id(pair)])
         saved = self.forward_scopes.setdefault(node.module, Scope())
@@ -341,7 +353,9 @@ class _Walk:
         unordered = node.module in self.unordered
         around = Scope()
         around.join(outer)
-        around.copies = outer.copies
+        around.copies, around.last = outer.copies, outer.last
+        if outer.empty:
+            around.last = self.last_forward.last
         around.join(self.last_forward if outer.empty else self.forward_scopes.get(culprit, _NOTHING))
         for pair in node.inputs:
             if outer.empty:
@@ -357,13 +371,13 @@ class _Walk:
             for pair in child.outputs:
                 scope.add(pair, self.flag[id(pair)])
         last = _relative(node.module, "").rpartition(".")[2]
-        kind = "gradient glue" if node.children else "gradient own"
+        kind, source = ("gradient glue", None) if node.children else ("gradient own", _largest(node.inputs))
         for pair in node.outputs:
-            self._visit(kind, node.module, (node.class_name, last, "", pair.path), pair, scope, unordered)
+            self._visit(kind, node.module, (node.class_name, last, "", pair.path), pair, scope, unordered, source)
         for pair in self.graph.parameter_gradients.get(node.module, ()):
             if id(pair) not in self.done:
                 self.done.add(id(pair))
-                self._visit("parameter gradient", node.module, (node.class_name, last, pair.name), pair, scope)
+                self._visit("parameter gradient", node.module, (node.class_name, last, pair.name), pair, scope, source=_largest(node.inputs))
         outer.empty = False
         if not node.outputs:
             outer.join(scope)
@@ -375,6 +389,11 @@ class _Walk:
 
 
 _NOTHING = Scope()
+
+
+def _largest(pairs: list[Pair]) -> Difference | None:
+    floats = [pair.difference for pair in pairs if not pair.discrete and math.isfinite(pair.difference.relative)]
+    return max(floats, key=lambda difference: difference.relative, default=None)
 
 
 def _relative(module: str, parent: str) -> str:

@@ -45,6 +45,9 @@ _PARTS = {
 }
 _LATENT_NORMS = {"q_layernorm": "q_a_layernorm", "kv_layernorm": "kv_a_layernorm"}
 
+_FIRST = frozenset(name.split(".")[0] for name in _WHOLE) | {prefix.split(".")[0] for prefix, _ in _PREFIXES}
+_TELLING = frozenset(_PARTS) | frozenset(WRAPPERS) | frozenset(_LATENT_NORMS)
+
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -55,8 +58,10 @@ FUSED = {
 
 def canonical(name: str) -> str:
     """Hugging Face's path of the module or parameter ``name``, which is returned as it is where nothing is known."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    name = ".".join(parts)
+    parts = name.split(".")
+    if _TELLING.isdisjoint(parts) and parts[0] not in _FIRST:
+        return name
+    name = ".".join(part for part in parts if part not in WRAPPERS)
     if name in _WHOLE:
         return _WHOLE[name]
     head, _, leaf = name.rpartition(".")

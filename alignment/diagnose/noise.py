@@ -4,19 +4,23 @@ See ``docs/compare.md`` for the model and its derivation. In short, with ε the 
 largest one among its sources and u the rounding of the result's dtype on two sides::
 
     predicted scale   p = √(ε_s² + u²)
-    amplification     α = ε / p            (log-normal over edges of one kind)
-    signed share      γ = ⟨t−g, g⟩/‖g‖²/p  (gain), β = (mean t − mean g)/rms g/p (bias); centred on 0 for rounding
+    amplification     α = ε / p, log-normal over the edges of one kind
+    signed cosines    c_g = ⟨t − g, g⟩ / (‖t − g‖ ‖g‖),  c_b = ⟨t − g, 1⟩ / (‖t − g‖ √n)
+
+For rounding noise the cosines are normal around what the sign of the sources' own differences and the curvature term
+ε² explain; a systematic fault is far off, however small it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
-from alignment.diagnose.difference import RESOLUTION, rounding
+import numpy as np
+
+from alignment.diagnose.difference import RESOLUTION, Difference, rounding
 from alignment.diagnose.module_graph import Edge
 
 FALSE_ALARM = 1e-3
@@ -34,15 +38,31 @@ NEAR_TIES = 4.0
 PRIOR_SAMPLES = 4
 """Weight of the spread that all edges share against the one of edges of this key, in samples."""
 
+FEWEST = 4
+"""Samples of a key below which the defaults are used."""
+
+SUMS = 2.0**-20
+"""What float32 sums over many elements, in another order on the other side, leave of the statistics of equal tensors."""
+
+_COPIED = ("parameter", "attribute", "input", "copy")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What ε, |gain| and |bias| may be at most at one edge, and where that comes from."""
+    """What ε, |gain| and |bias| may be at most at one edge, and where that comes from.
+
+    ``gain_left`` and ``bias_left`` are what is left of the two after what their sources explain, ``gain_deviation`` and
+    ``bias_deviation`` the standard deviations of that where the edge is calibrated, else None.
+    """
 
     relative: float
     gain: float
     bias: float
     origin: str
+    gain_left: float
+    bias_left: float
+    gain_deviation: float | None = None
+    bias_deviation: float | None = None
 
 
 def scale_of(edge: Edge) -> float:
@@ -53,9 +73,21 @@ def scale_of(edge: Edge) -> float:
 
 @dataclass
 class _Samples:
-    amplification: list[float] = field(default_factory=list)
-    gain: list[float] = field(default_factory=list)
-    bias: list[float] = field(default_factory=list)
+    """Rows of (ln α, ε, gain, bias, gain of the source, bias of the source) and what was fitted to them."""
+
+    rows: list[tuple[float, float, float, float, float, float]] = field(default_factory=list)
+    fitted: tuple[_Fit, _Fit] | None = None
+
+
+@dataclass(frozen=True)
+class _Fit:
+    coefficients: np.ndarray
+    deviation: float
+    freedom: int
+
+    def left(self, value: float, regressors: tuple[float, float, float]) -> float:
+        """``value`` without what the regressors explain."""
+        return value - float(self.coefficients @ regressors)
 
 
 class NoiseModel:
@@ -69,26 +101,25 @@ class NoiseModel:
 
     def expect_tests(self, tests: int) -> None:
         """Share the probability of a false alarm among this many tests (Bonferroni)."""
-        self.z = NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(tests, 1)))
+        self.z = _quantile(tests)
 
     def to_dict(self) -> dict:
         """JSON-ready form; :meth:`from_dict` reads it back."""
-        edges = [
-            {"key": list(key), "amplification": held.amplification, "gain": held.gain, "bias": held.bias}
-            for key, held in self.samples.items()
-        ]
+        edges = [{"key": list(key), "rows": [list(row) for row in held.rows]} for key, held in self.samples.items()]
         rates = [{"key": list(key), "moved": moved, "exposure": seen} for key, (moved, seen) in self.choice_rates.items()]
         return {"format": NOISE_FORMAT, "edges": edges, "choices": rates}
 
     @classmethod
     def from_dict(cls, data: dict) -> NoiseModel:
-        """The inverse of :meth:`to_dict`; KeyError or ValueError for anything else."""
+        """The inverse of :meth:`to_dict`; KeyError, TypeError or ValueError for anything else."""
         if data["format"] != NOISE_FORMAT:
             raise ValueError(f"format {data['format']!r}, expected {NOISE_FORMAT!r}")
         model = cls()
         for edge in data["edges"]:
-            parts = ([float(x) for x in edge[name]] for name in ("amplification", "gain", "bias"))
-            model.samples[tuple(map(str, edge["key"]))] = _Samples(*parts)
+            rows = [tuple(float(x) for x in row) for row in edge["rows"]]
+            if any(len(row) != 6 or not all(map(math.isfinite, row)) for row in rows):
+                raise ValueError(f"a sample of {edge['key']} is not six finite numbers")
+            model.samples[tuple(map(str, edge["key"]))] = _Samples(rows)
         for rate in data["choices"]:
             model.choice_rates[tuple(map(str, rate["key"]))] = [float(rate["moved"]), float(rate["exposure"])]
         return model
@@ -96,10 +127,8 @@ class NoiseModel:
     def add(self, other: NoiseModel) -> None:
         """Take what ``other`` learned as well."""
         for key, held in other.samples.items():
-            mine = self.samples[key]
-            mine.amplification += held.amplification
-            mine.gain += held.gain
-            mine.bias += held.bias
+            self.samples[key].rows += held.rows
+            self.samples[key].fitted = None
         for key, (moved, exposure) in other.choice_rates.items():
             self.choice_rates[key][0] += moved
             self.choice_rates[key][1] += exposure
@@ -108,9 +137,7 @@ class NoiseModel:
     def learn(self, edge: Edge) -> None:
         """Take one edge of a benign pair into account."""
         difference = edge.result.difference
-        if not math.isfinite(difference.relative) or edge.unusable:
-            return
-        if edge.unordered or edge.kind in ("parameter", "attribute", "input", "copy"):
+        if edge.unordered or edge.unusable or edge.kind in _COPIED or not math.isfinite(difference.relative):
             return
         if edge.result.discrete:
             if edge.error > 0.0:
@@ -119,15 +146,13 @@ class NoiseModel:
                 held[1] += edge.error * _rows(edge)
             return
         p = scale_of(edge)
-        if p == 0.0:
+        if p == 0.0 or difference.relative <= RESOLUTION:
             return
         self._spread = None
-        for key in _keys(edge):
-            held = self.samples[key]
-            if difference.relative > RESOLUTION:
-                held.amplification.append(math.log(difference.relative / p))
-            held.gain.append(abs(difference.gain) / p)
-            held.bias.append(abs(difference.bias) / p)
+        held = self.samples[edge.key]
+        held.fitted = None
+        gain, bias = _signs(edge.source)
+        held.rows.append((math.log(difference.relative / p), difference.relative, difference.gain, difference.bias, gain, bias))
 
     def choices(self, edge: Edge) -> float:
         """Largest difference of an index, in the unit of :func:`~alignment.diagnose.difference.from_tensors`.
@@ -145,24 +170,26 @@ class NoiseModel:
 
     def limits(self, edge: Edge) -> Limits:
         """The bounds of one edge."""
+        difference = edge.result.difference
         if edge.twin is not None and not edge.unordered:
-            p = math.hypot(rounding(edge.result.dtype), RESOLUTION)
-            return Limits(relative=p, gain=p, bias=p, origin="a copy of a source")
+            p, twin = math.hypot(rounding(edge.result.dtype), RESOLUTION), edge.twin.difference
+            gain, bias = difference.gain - twin.gain, difference.bias - twin.bias
+            return Limits(
+                relative=twin.relative + p, gain=p + SUMS, bias=p + SUMS, origin="a copy of a source",
+                gain_left=gain, bias_left=bias,
+            )  # fmt: skip
         p = scale_of(edge)
-        if edge.unordered:
-            alpha = DEFAULT_AMPLIFICATION.get(edge.kind, 1.0)
-            return Limits(relative=alpha * p, gain=math.inf, bias=math.inf, origin="rows in another order")
-        for key in _keys(edge):
-            held = self.samples.get(key)
-            if held is not None and len(held.gain) >= 2:
-                return self._calibrated(p, held)
-        share = self.z / math.sqrt(max(1, math.prod(edge.result.shape[:-1])))
+        held = None if edge.unordered else self.samples.get(edge.key)
+        if held is not None and len(held.rows) >= FEWEST:
+            return self._calibrated(edge, p, held)
         alpha = DEFAULT_AMPLIFICATION.get(edge.kind, 1.0)
+        if edge.unordered:
+            share, origin = math.inf, "rows in another order"
+        else:
+            share, origin = self.z / math.sqrt(max(1, math.prod(edge.result.shape[:-1]))), f"{alpha:g} × √(source² + rounding²)"
+        signed = math.inf if share == math.inf else alpha * p * min(1.0, share) + (alpha * p) ** 2 + SUMS
         return Limits(
-            relative=alpha * p,
-            gain=alpha * p * min(1.0, share) + (alpha * p) ** 2,
-            bias=alpha * p * min(1.0, share) + (alpha * p) ** 2,
-            origin=f"{alpha:g} × √(source² + rounding²)",
+            relative=alpha * p, gain=signed, bias=signed, origin=origin, gain_left=difference.gain, bias_left=difference.bias
         )
 
     @property
@@ -171,32 +198,77 @@ class NoiseModel:
         if self._spread is None:
             squares = free = 0.0
             for held in self.samples.values():
-                a = held.amplification
+                a = [row[0] for row in held.rows]
                 if len(a) >= 2:
                     centre = sum(a) / len(a)
                     squares += sum((x - centre) ** 2 for x in a)
                     free += len(a) - 1
-            self._spread = math.sqrt(squares / free) if free else 0.5
+            self._spread = math.sqrt(squares / free) if free else math.log(2.0)
         return self._spread
 
-    def _calibrated(self, p: float, held: _Samples) -> Limits:
-        a = held.amplification
-        n = len(a)
-        centre = sum(a) / n if n else 0.0
-        squares = sum((x - centre) ** 2 for x in a)
-        spread = math.sqrt((squares + PRIOR_SAMPLES * self.spread**2) / (max(n - 1, 0) + PRIOR_SAMPLES))
-        alpha = math.exp(centre + self.z * spread * math.sqrt(1 + 1 / max(n, 1)))
-        gain = self._half_normal(held.gain)
-        bias = self._half_normal(held.bias)
+    def _calibrated(self, edge: Edge, p: float, held: _Samples) -> Limits:
+        n = len(held.rows)
+        centre = sum(row[0] for row in held.rows) / n
+        squares = sum((row[0] - centre) ** 2 for row in held.rows)
+        freedom = n - 1 + PRIOR_SAMPLES
+        spread = math.sqrt((squares + PRIOR_SAMPLES * self.spread**2) / freedom)
+        alpha = math.exp(centre + self.student(freedom) * spread * math.sqrt(1 + 1 / n))
+        if held.fitted is None:
+            held.fitted = _fit(held.rows, 2), _fit(held.rows, 3)
+        difference = edge.result.difference
+        size = max(difference.relative, RESOLUTION)
+        regressors = (*_signs(edge.source), difference.relative**2)
+        left, deviations, limits = [], [], []
+        for fit, value in zip(held.fitted, (difference.gain, difference.bias)):
+            left.append(fit.left(value, regressors))
+            deviations.append(fit.deviation * size)
+            # rows that an index moved are other rows of the same size, which is a gain of −ε²/2 on average
+            curvature = difference.relative**2 if edge.moved else 0.0
+            limits.append(self.student(fit.freedom) * fit.deviation * size + curvature + SUMS)
         return Limits(
-            relative=alpha * p,
-            gain=gain * p + (alpha * p) ** 2,
-            bias=bias * p + (alpha * p) ** 2,
-            origin=f"calibration, {n} samples",
-        )
+            relative=alpha * p, gain=limits[0], bias=limits[1], origin=f"calibration, {n} samples",
+            gain_left=left[0], bias_left=left[1],
+            gain_deviation=None if edge.moved else deviations[0], bias_deviation=None if edge.moved else deviations[1],
+        )  # fmt: skip
 
-    def _half_normal(self, values: list[float]) -> float:
-        return self.z * math.sqrt(sum(v * v for v in values) / len(values) * (1 + 1 / len(values)))
+    def student(self, freedom: int, tests: int | None = None) -> float:
+        """Quantile of Student's t at the level of :attr:`z` (or of ``tests`` tests), by the first term of its expansion
+        in 1/freedom (Abramowitz and Stegun 26.7.5)."""
+        z = self.z if tests is None else _quantile(tests)
+        return z * (1 + (z**2 + 1) / (4 * max(freedom, 1)))
+
+
+def _quantile(tests: int) -> float:
+    """Two-sided; half of the probability goes to single edges, half to what several edges say together."""
+    return NormalDist().inv_cdf(1 - 0.5 * FALSE_ALARM / (2 * max(tests, 1)))
+
+
+def _fit(rows: list[tuple[float, ...]], column: int) -> _Fit:
+    """Least squares of a signed measure on the source's gain and bias and on ε², each sample weighted by 1/ε.
+
+    A ridge of one sample's weight keeps regressors that vary little from fitting noise.
+    """
+    data = np.array(rows)
+    weight = 1.0 / data[:, 1]
+    y = data[:, column] * weight
+    x = np.column_stack([data[:, 4], data[:, 5], data[:, 1] ** 2]) * weight[:, None]
+    size = np.sqrt((x**2).mean(0))
+    used = size > 0.0
+    coefficients = np.zeros(3)
+    n = len(rows)
+    if n >= 2 * FEWEST and used.any():
+        scaled = x[:, used] / size[used]
+        inner = scaled.T @ scaled + np.eye(int(used.sum()))
+        coefficients[used] = np.linalg.solve(inner, scaled.T @ y) / size[used]
+    fitted = int((coefficients != 0.0).sum())
+    rest = y - x @ coefficients
+    freedom = max(1, n - fitted)
+    deviation = math.sqrt(float(rest @ rest) / freedom)
+    return _Fit(coefficients, max(deviation, RESOLUTION), freedom)
+
+
+def _signs(source: Difference | None) -> tuple[float, float]:
+    return (0.0, 0.0) if source is None else (source.gain, source.bias)
 
 
 def _rows(edge: Edge) -> int:
@@ -205,7 +277,3 @@ def _rows(edge: Edge) -> int:
 
 def _moved(edge: Edge) -> float:
     return edge.result.difference.relative ** 2 / 2.0 * _rows(edge)
-
-
-def _keys(edge: Edge) -> Iterable[tuple[str, ...]]:
-    yield edge.key

@@ -86,8 +86,15 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
 def _grouped(rows: Iterable[TensorRow], name_of) -> dict[tuple[str, str, str], _Group]:
     groups: dict[tuple[str, str, str], _Group] = {}
     for row in rows:
-        name = name_of(row.parent) + "/" + row.module if row.kind in ("value", "operator") else name_of(row.module)
-        key = (name, row.kind, row.direction)
+        kind = row.kind
+        if kind == "operator":
+            # one node of the graph, below the module that calls it
+            name = f"{name_of(row.parent)}.{row.module.replace('.', ':')}".lstrip(".")
+        elif kind == "value":
+            name = f"{name_of(row.parent)}/{row.module}"
+        else:
+            name = name_of(row.module)
+        key = (name, kind, row.direction)
         group = groups.get(key)
         if group is None:
             group = groups[key] = {}
