@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
 from alignment.cli.options import DeviceOption, JsonOption, console_on
 from alignment.errors import InputError
+from alignment.numerics.verdict import ALIGNED, MISALIGNED
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Make a checkpoint that fits one machine or one dtype.")
 
@@ -27,6 +28,26 @@ def convert_fp8(source: Path, target: Path, as_json: JsonOption = False) -> None
     print(
         json.dumps(asdict(done)) if as_json else f"{target}: {done.dequantized} tensors converted, {done.copied} copied"
     )
+
+
+@checkpoint_app.command("examine")
+def examine(
+    path: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint, global_step_<N>, or the folder of those.")],
+    ranks: Annotated[Optional[int], typer.Option(min=1, help="Of the run that will resume from it.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Can it be trusted? Files, keys, counts and layouts, before anything is loaded; exit 1 with every symptom."""
+    from dataclasses import asdict
+
+    from alignment.diagnose.resume_doctor import examine_checkpoint
+
+    symptoms = examine_checkpoint(path, ranks=ranks)
+    if as_json:
+        print(json.dumps({"symptoms": [asdict(symptom) for symptom in symptoms]}, indent=1))
+    else:
+        for line in [*map(str, symptoms), f"{len(symptoms)} symptoms" if symptoms else f"{path}: can be trusted"]:
+            print(line)
+    raise typer.Exit(MISALIGNED if symptoms else ALIGNED)
 
 
 @checkpoint_app.command("to-dist")

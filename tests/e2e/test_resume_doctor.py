@@ -1,0 +1,141 @@
+"""A checkpoint examined before it is trusted: healthy ones have no symptom, each kind of damage has its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import dapo_world
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from alignment.cli import app
+from alignment.diagnose.resume_doctor import examine_checkpoint
+from alignment.errors import InputError
+from alignment.rl.run import run_dapo
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return dapo_world.build(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def saved(world, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    run_dapo(dapo_world.config(world, trainer__save_freq=1), run_dir=directory)
+    return directory / "checkpoints"
+
+
+@pytest.fixture
+def checkpoints(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def problems(path, **arguments) -> list[str]:
+    return [str(symptom) for symptom in examine_checkpoint(path, **arguments)]
+
+
+def edit(path, change) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_a_healthy_checkpoint_has_no_symptom(saved, world):
+    assert problems(saved) == []
+    assert problems(saved / "global_step_3") == []
+    assert problems(world / "model") == []
+    shown = CliRunner().invoke(app, ["checkpoint", "examine", str(saved)])
+    assert shown.exit_code == 0, shown.output
+    assert "can be trusted" in shown.output
+
+
+def without_moment(folder):
+    path = folder / "actor" / "optimizer.safetensors"
+    state = load_file(path)
+    state.pop("exp_avg_sq.lm_head.weight")
+    save_file(state, path)
+
+
+DAMAGE = {
+    "latest": (lambda root, last: (root / "latest_checkpointed_iteration.txt").write_text("2\n"), "names another checkpoint"),
+    "unfinished": (lambda root, last: (root / ".unfinished_global_step_4").mkdir(), "a save that was killed"),
+    "step": (lambda root, last: edit(last / "state.json", lambda d: d.update(step=7)), "another step than the folder"),
+    "data": (lambda root, last: edit(last / "state.json", lambda d: d["data"].update(position=4)), "fewer prompts were used"),
+    "no data": (lambda root, last: edit(last / "state.json", lambda d: d.pop("data")), "the position in the data is missing"),
+    "generators": (lambda root, last: (last / "rng_actor_0.safetensors").unlink(), "the generators of a rank are missing"),
+    "schedule": (lambda root, last: (last / "actor" / "schedule.json").unlink(), "the schedule is missing"),
+    "updates": (lambda root, last: edit(last / "actor" / "schedule.json", lambda d: d.update(updates=1)), "another number of steps"),
+    "optimizer": (lambda root, last: (last / "actor" / "optimizer.safetensors").unlink(), "the optimizer state of a rank is missing"),
+    "moment": (lambda root, last: without_moment(last), "the state of lm_head.weight is not whole"),
+    "weights": (lambda root, last: (last / "actor" / "model.safetensors").write_bytes(b"cut"), "truncated or not safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_each_damage_is_named(checkpoints, name):
+    damage, problem = DAMAGE[name]
+    damage(checkpoints, checkpoints / "global_step_3")
+    (found, *more) = problems(checkpoints)
+    assert problem in found
+    assert not more, more
+    shown = CliRunner().invoke(app, ["checkpoint", "examine", str(checkpoints), "--json"])
+    assert shown.exit_code == 1
+    assert problem in json.loads(shown.output)["symptoms"][0]["problem"] + name
+
+
+def test_another_number_of_ranks(saved):
+    found = problems(saved, ranks=2)
+    assert "saved by another number of ranks" in found[0]
+
+
+def test_a_layout_that_the_optimizer_state_does_not_have(checkpoints):
+    """The case of the field: a sharded optimizer state read under another layout ended in KeyError: master_param."""
+    actor = checkpoints / "global_step_3" / "actor"
+    (actor / "megatron.json").write_text(json.dumps({"updates": 3, "world_size": 2}))
+    (actor / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.move(actor / name, actor / "model" / name)
+    state = load_file(actor / "optimizer.safetensors")
+    whole = {f"0.{kind}": state[f"{kind}.lm_head.weight"] for kind in ("exp_avg", "exp_avg_sq")}
+    save_file({**whole, "0.main": whole["0.exp_avg"].clone()}, actor / "optimizer_rank_0.safetensors")
+    save_file(
+        whole | {f"1.{kind}": whole["0.exp_avg"].clone() for kind in ("exp_avg", "exp_avg_sq", "main")},
+        actor / "optimizer_rank_1.safetensors",
+    )
+    found = problems(checkpoints / "global_step_3")
+    assert "world_size: the optimizer state has another layout; expected 1; found 2" in found[0]
+    assert "the state of 0 is not whole" in found[1] and "no main" in found[1]
+    assert len(found) == 2
+
+
+def test_the_key_that_training_never_produces(world, tmp_path):
+    """Moonlight's index lists rotary_emb.inv_freq: the file it is in was silently not written."""
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    state = load_file(model / "model.safetensors")
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file({**state, key: state["model.norm.weight"].clone()}, model / "model.safetensors")
+    (found,) = problems(model)
+    assert key in found and "model.safetensors" in found and "silently not write it" in found
+
+
+def test_an_index_that_promises_what_is_not_there(world, tmp_path):
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    state = load_file(model / "model.safetensors")
+    weight_map = dict.fromkeys(state, "model.safetensors")
+    lost = {name: t for name, t in state.items() if name != "model.norm.weight"}
+    save_file(lost, model / "model.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (found,) = problems(model)
+    assert "the index promises model.norm.weight" in found
+    weight_map["model.norm.weight"] = "other.safetensors"
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (found,) = problems(model)
+    assert "other.safetensors: a file of the index is missing" in found
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(InputError, match="there is no checkpoint here"):
+        examine_checkpoint(tmp_path)
