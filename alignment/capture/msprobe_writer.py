@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,7 +189,7 @@ class _Dump:
         tensor = torch.from_numpy(array.copy()).to(getattr(torch, row.dtype))
         file = f"{name}.pt"
         if len(file) > 240:  # a file system's limit
-            file = f"{name[:200]}.{len(name)}.{abs(hash(name)) % 10**8}.pt"
+            file = f"{name[:200]}.{zlib.crc32(name.encode()):08x}.pt"
         torch.save(tensor, self._data / file)
         return file
 

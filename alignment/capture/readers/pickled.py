@@ -406,6 +406,7 @@ def _ordered(items: Any = ()) -> dict:
 _KNOWN: dict[str, Call] = {
     "collections.OrderedDict": _ordered,
     "_codecs.encode": _encode,
+    **{f"{module}.set": lambda items=(): list(items) for module in ("builtins", "__builtin__")},
     "numpy.dtype": _dtype,
     "numpy.ndarray": lambda *_: _Raw(),
     **{f"numpy.{core}.multiarray._reconstruct": lambda *_: _Raw() for core in ("core", "_core")},

@@ -39,6 +39,10 @@ _STEP = re.compile(r"(?:genstep_)?(\d{1,9})")
 _RECORDED = re.compile(r"step_(\d{6})_(\d{2})\.safetensors")
 _BATCHES = ("new_batch.dp", "gen_batch.dp", "tq_batch.pt")
 _TEXT_BITS = 52
+_OF_TENSORDICT = re.compile(r"(^|\.)(?:\d+\._tensordict\.|0\.(?=(?:values|offsets)$))")
+"""What stands in front of a field's own name in a TensorDict and in a nested tensor."""
+_TRANSFER_RECORDS = ("tensordict.", "transfer_queue.", "torch.nested._internal.", "torch._dynamo.decorators.")
+"""What a batch of verl's transfer queue is made of beside tensors; a nested tensor comes as its parts."""
 
 
 class RolloutLines:
@@ -227,10 +231,11 @@ def _batch_tensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], Call
         return
     if path.suffix == ".pt":
         with reading(path, "batch"):
-            tree = read_torch(path, records=("tensordict.", "transfer_queue."))
+            tree = read_torch(path, records=_TRANSFER_RECORDS)
             found: dict[str, Any] = {}
             for name, leaf in walk(_tensordict(tree.get("tensordict"), str(path)) if isinstance(tree, dict) else tree):
-                found[name.removeprefix("_tensordict.")] = leaf
+                if "_metadata_cache" not in name:  # sizes that a nested tensor remembers
+                    found[_OF_TENSORDICT.sub(r"\1", name)] = leaf
     else:
         found = read_batch(path)
     for name, leaf in found.items():

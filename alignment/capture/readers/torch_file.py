@@ -140,6 +140,14 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
+def _subclassed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """A tensor of a subclass: its plain tensor, or the parts of one whose layout is not known here (a nested tensor)."""
+    if type(function) is not Name or type(arguments) is not tuple:
+        raise InputError("a tensor that is made in an unknown way", where="torch file", found=str(function)[:80])
+    call = _KNOWN.get(str(function))
+    return Record(function, arguments) if call is None else call(*arguments)
+
+
 def _is_a_name(*_: Any) -> Any:
     raise InputError("the file calls a type as a constructor", where="torch file")
 
@@ -149,10 +157,11 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _typed_tensor,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, arguments, state: _KNOWN[str(function)](*arguments),
+    "torch._tensor._rebuild_from_type_v2": _subclassed,
     "torch.Size": lambda sizes=(): tuple(sizes),
     "torch.device": lambda *name: ":".join(map(str, name)),
     **{f"torch.{name}": _is_a_name for name in (*_STORAGES, "UntypedStorage", *ITEM_BYTES)},
+    **{f"torch.{name}": _is_a_name for name in ("Tensor", "strided", "jagged")},
     "torch.storage.UntypedStorage": _is_a_name,
     "torch.storage.TypedStorage": _is_a_name,
     **{f"torch.{name}": _is_a_name for name in ("float8_e4m3fnuz", "float8_e5m2fnuz")},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from alignment.capture import collector
+from alignment.capture.collector import runs_log_prob_twice
 from alignment.capture.collector_config import CollectorConfig, load_collector_config
 from alignment.capture.collector_steps import CollectedSteps, collected_steps, mock_sequence, mock_step
 from alignment.errors import InputError
@@ -209,6 +212,39 @@ def test_lora_on_fsdp_counts_two_calls_a_step(n):
     assert [s for s in range(n + 2) if taken.count(s) == 2] == list(range(n)) and taken.count(n) == 1
     assert list(steps.of("reference_compute_log_prob")) == list(range(2 * n + 1))
     assert f"which is {n} whole step" in steps.describe() and "set step_end to 2·N" in steps.describe()
+
+
+@pytest.mark.parametrize(
+    ("engine", "lora_rank", "adapter", "twice"),
+    [
+        ("fsdp", 8, 0, True),
+        ("fsdp", 0, 4, True),
+        ("fsdp", 0, 0, False),
+        ("megatron", 8, 0, False),
+        ("golden", 8, 4, False),
+    ],
+)
+def test_only_an_adapter_on_fsdp_runs_the_log_probs_twice(engine, lora_rank, adapter, twice):
+    model = SimpleNamespace(lora_rank=lora_rank)
+    config = SimpleNamespace(
+        engine=SimpleNamespace(train=engine),
+        actor_rollout_ref=SimpleNamespace(model=model),
+        gkd=SimpleNamespace(lora=SimpleNamespace(rank=adapter)),
+    )
+    assert runs_log_prob_twice(config) is twice
+    assert not runs_log_prob_twice(load_config("dapo-tiny", ["engine.train=fsdp"]))
+
+
+def test_the_run_says_how_it_counts(capsys, monkeypatch):
+    monkeypatch.setattr(collector, "runs_log_prob_twice", lambda config: True)
+    settings = CollectorConfig(msprobe=True, actor_train_dump=True, step_end=4)
+    collector.Collector(settings, load_config("dapo-tiny"), None).begin()
+    said = capsys.readouterr().err
+    assert said.startswith("precision collector: LoRA on FSDP: actor_compute_log_prob runs twice a step")
+    assert "which is 2 whole steps (0 … 1)" in said
+    monkeypatch.setattr(collector, "runs_log_prob_twice", lambda config: False)
+    collector.Collector(settings, load_config("dapo-tiny"), None).begin()
+    assert capsys.readouterr().err == ""
 
 
 def test_without_lora_the_same_range_is_that_many_steps():

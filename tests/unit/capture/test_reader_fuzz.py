@@ -196,8 +196,8 @@ def test_any_bytes_are_a_file_or_an_error(tmp_path, content, name):
     head=st.sampled_from([b"\x80\x02", b"\x80\x04", b""]),
     operations=st.lists(
         st.sampled_from(
-            [b"(", b")", b"]", b"}", b"N", b"K\x01", b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", b"R", b"b", b"t", b"\x85",
-             b"\x86",
+            [b"(", b")", b"]", b"}", b"N", b"K\x01", b"q\x00", b"h\x00", b"r\xff\xff\xff\xff", b"R", b"b", b"t",
+             b"\x85", b"\x86",
              b"s", b"u", b"a", b"e", b"2", b"0", b"Q", b"\x81", b"\x92", b"\x93", b"cnumpy\ndtype\n", b"cos\nsystem\n",
              b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"X\x02\x00\x00\x00f4",
              b"X\x01\x00\x00\x00<",

@@ -173,6 +173,28 @@ def test_msprobe_sees_a_fault_in_our_dumps(dumps, ours, tmp_path):
     assert flagged or float(down["NormRelativeErr"].rstrip("%")) > 0
 
 
+def test_a_batch_of_the_transfer_queue_is_read(tmp_path):
+    tensordict = pytest.importorskip("tensordict")
+    import torch
+
+    folder = tmp_path / "exp_project" / "GBS2_N1_in3_out4" / "3" / "0"
+    folder.mkdir(parents=True)
+    ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+    fields = {"prompts": torch.arange(6).view(2, 3), "nested": {"x": torch.ones(2)}, "responses": ragged}
+    batch = tensordict.TensorDict(fields, batch_size=[2])
+    batch["uid"] = tensordict.NonTensorStack("a", "b")
+    torch.save(
+        {"tensordict": batch, "tags": [{"a": 1}], "keys": ["k1", "k2"], "global_steps": 3}, folder / "tq_batch.pt"
+    )
+    rows = {r.module: r.tensor().tolist() for r in open_capture(tmp_path).rows(3, "rollout", 0)}
+    assert rows == {
+        "prompts": [[0, 1, 2], [3, 4, 5]],
+        "nested.x": [1.0, 1.0],
+        "responses.values": [0, 1, 0, 1, 2],
+        "responses.offsets": [0, 2, 5],
+    }
+
+
 def test_a_batch_that_verl_saved_is_read(tmp_path):
     verl = pytest.importorskip("verl.protocol")
     import torch
