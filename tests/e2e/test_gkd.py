@@ -337,3 +337,76 @@ def test_replicas_are_ray_actors(ray_cluster, distil):
 def test_separate_processes_for_student_and_engine(ray_cluster, distil):
     apart, together = (distil(executor="ray", trainer__colocate=c, trainer__total_training_steps=4) for c in (False, True))
     assert apart.metrics == together.metrics
+
+
+# Watched, and from the command line.
+
+
+def test_a_captured_run_computes_the_same_and_shows_every_kind_of_teacher(distil, world, pupils, tmp_path):
+    from alignment.capture.config import CaptureConfig
+    from alignment.capture.pipeline import FOLDER, capture_observer
+    from alignment.capture.readers import open_capture
+
+    def captured(name: str, **changes):
+        run_dir = tmp_path / name
+        config = gkd_world.config(world, pupils, trainer__total_training_steps=3, **changes)
+        result = run_gkd(config, run_dir=run_dir, observers=[capture_observer(CaptureConfig(), run_dir)])
+        return result, open_capture(run_dir / FOLDER)
+
+    plain = distil(trainer__total_training_steps=3)
+    result, reader = captured("one")
+    assert result.metrics == plain.metrics
+    assert reader.steps() == [1, 2, 3]
+    assert set(reader.stages(1)) == {"teacher_log_prob", "update_student"} and "rollout" in reader.stages(3)
+    names = {row.module for row in reader.rows(1, "teacher_log_prob", 0)}
+    assert "model.layers.0.self_attn" in names
+    _, served = captured("replicas", gkd__teacher_replicas=1, gkd__gkd_logits_topk=5, gkd__lmbda=1.0)
+    seen = {row.path for row in served.rows(1, "teacher_log_prob", 0)} | {row.module for row in served.rows(1, "teacher_log_prob", 0)}
+    assert any("teacher_topk_log_probs" in name for name in seen)
+
+
+def alignment(*arguments, cwd):
+    done = subprocess.run(
+        [sys.executable, "-m", "alignment", *map(str, arguments)],
+        capture_output=True, text=True, cwd=cwd, timeout=600, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "NO_COLOR": "1"},
+    )  # fmt: skip
+    return done
+
+
+def test_the_command_runs_resumes_and_refuses(tmp_path):
+    short = ["--executor", "inprocess", "--device", "cpu", "data.train_batch_size=8", "gkd.micro_batch_size=8"]
+    once = alignment("gkd", "--json", "--run-dir", "run", *short, "trainer.total_training_steps=2", "trainer.save_freq=1", cwd=tmp_path)
+    assert once.returncode == 0, once.stderr
+    assert [m["step"] for m in json.loads(once.stdout)["metrics"]] == [1, 2]
+    more = alignment("gkd", "--json", "--run-dir", "run", *short, "trainer.total_training_steps=3", cwd=tmp_path)
+    longer = json.loads(more.stdout)["metrics"]
+    assert longer[:2] == json.loads(once.stdout)["metrics"] and len(longer) == 3
+    for arguments, message in (
+        (["gkd.teacher_model_server=http://x", "gkd.teacher_model=null"], "a teacher server is not supported"),
+        (["gkd.bta=0.1"], "the nearest known key is gkd.beta"),
+        (["--config", "gkd-tyni"], "did you mean gkd-tiny"),
+        (["--baseline", "nowhere"], "the folder of the baselines does not exist"),
+    ):
+        refused = alignment("gkd", *arguments, cwd=tmp_path)
+        assert refused.returncode == 2 and message in refused.stderr, refused.stderr
+
+
+def test_the_command_judges_by_stored_curves(tmp_path, monkeypatch):
+    """Five short baselines, and a run against them: every verdict names the curve, and the exit code follows."""
+    monkeypatch.setenv("ALIGNMENT_COMMIT", "0" * 40)
+    from alignment.baseline.runs import record_curves
+    from alignment.devices.base import get_device
+
+    record_curves(tmp_path / "baselines", "gkd-tiny", get_device("cpu"), work=tmp_path / "work", steps=3)
+    done = alignment(
+        "gkd", "--json", "--executor", "inprocess", "--device", "cpu", "--baseline", "baselines", "trainer.total_training_steps=3", cwd=tmp_path
+    )
+    document = json.loads(done.stdout)
+    assert {v["check"] for v in document["verdicts"]} == {"e2e/curve-gkd-tiny-agreement", "e2e/curve-gkd-tiny-divergence"}
+    assert document["exit_code"] == done.returncode in (0, 1)
+    other = alignment(
+        "gkd", "--executor", "inprocess", "--device", "cpu", "--baseline", "baselines", "trainer.total_training_steps=3", "gkd.beta=0.2",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert other.returncode == 2, other.stdout
