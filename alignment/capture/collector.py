@@ -19,6 +19,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ WORKER_FACTORY = "alignment.capture.collector:worker_collector"
 SCRATCH = ".collecting"
 
 
+class _Disk:
+    """Writes until the disk refuses: then it says so once, and the run goes on without its collector."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+
+    def write(self, job: Callable[[], None]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            job()
+        except OSError as error:
+            self.failure = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+            print(f"precision collector stopped, the run goes on: {self.failure}", file=sys.stderr, flush=True)
+
+
 class Collector:
     """The driver's side.
 
@@ -65,7 +82,7 @@ class Collector:
     """
 
     def __init__(self, settings: CollectorConfig, config: RunConfig, prompts: PromptSet | None) -> None:
-        self.settings, self._config = settings, config
+        self.settings, self._config, self._disk = settings, config, _Disk()
         self.steps = collected_steps(settings, twice=runs_log_prob_twice(config))
         self.observers: tuple[ObserverSpec, ...] = ()
         if settings.key_data_dump and settings.msprobe or settings.layer_stages:
@@ -76,7 +93,8 @@ class Collector:
         """Writes the training configuration, where asked, and says how steps are counted where that is not plain."""
         settings = self.settings
         if settings.msprobe and settings.configurations_dump:
-            write_json(Path(settings.dump_path) / "configurations.json", self._config.to_dict())
+            path = Path(settings.dump_path) / "configurations.json"
+            self._disk.write(lambda: write_json(path, self._config.to_dict()))
         if settings.dumps and self.steps.twice:
             print(f"precision collector: {self.steps.describe()}", file=sys.stderr, flush=True)
 
@@ -107,7 +125,8 @@ class Collector:
         if self.steps.takes("data", step):
             for rank, rows in by_rank.items():
                 values = {key: rows[key] for key in KEYS if key in rows.tensors}
-                write_key_data(Path(self.settings.dump_path), values, step=step, rank=rank, micro_step=attempt)
+                place = {"step": step, "rank": rank, "micro_step": attempt}
+                self._disk.write(partial(write_key_data, Path(self.settings.dump_path), values, **place))
 
 
 class WorkerCollector:
@@ -123,6 +142,7 @@ class WorkerCollector:
         self._steps = collected_steps(settings, twice=runs_log_prob_twice(worker.config))
         self._scratch = self._dump_path / SCRATCH / f"{'-'.join(worker.roles)}-{worker.rank}"
         self._capture: Capture | None = None
+        self._disk = _Disk()
         self._step = -1
         self._rounds = 0
         for stage, name in STAGES.items():  # a stage that cannot be dumped is refused now, not after hours
@@ -133,7 +153,7 @@ class WorkerCollector:
         """See :class:`alignment.rl.observers.StageObserver`."""
         name = STAGES.get(stage)
         step = batch.info.get("step", 0) - 1 if batch is not None else -1
-        if name is None or step < 0:
+        if name is None or step < 0 or self._disk.failure is not None:
             return proceed()
         if step != self._step:
             self._step, self._rounds = step, 0
@@ -162,7 +182,8 @@ class WorkerCollector:
         values = {key: answer[key] for key in fields if key in answer.tensors}
         if values:
             round_ = self._rounds if stage == "rollout" else 0
-            write_key_data(self._dump_path, values, step=step, rank=self._rank, micro_step=round_)
+            place = {"step": step, "rank": self._rank, "micro_step": round_}
+            self._disk.write(partial(write_key_data, self._dump_path, values, **place))
         if stage == "rollout":
             self._rounds += 1
 
@@ -177,11 +198,11 @@ class WorkerCollector:
         if not models:
             yield
             return
-        memory = _MemoryDump(worker.device, self._dump_path) if settings.memory_dump else None
+        memory = _MemoryDump(worker.device, self._dump_path, self._disk) if settings.memory_dump else None
         with memory.recorded(name, step, self._rank) if memory else contextlib.nullcontext():
             with self._session().stage(step, stage, models):
                 yield
-        self._write_layers(stage, name, step)
+        self._disk.write(partial(self._write_layers, stage, name, step))
 
     def _session(self) -> Capture:
         if self._capture is None:
@@ -224,8 +245,8 @@ class WorkerCollector:
 class _MemoryDump:
     """Memory of a stage: the device's counters, and on an accelerator the allocator's own snapshot."""
 
-    def __init__(self, device: Any, dump_path: Path) -> None:
-        self._device, self._root = device, dump_path / "memory_snapshot"
+    def __init__(self, device: Any, dump_path: Path, disk: _Disk) -> None:
+        self._device, self._root, self._disk = device, dump_path / "memory_snapshot", disk
         module = getattr(torch, device.kind, None) if device.kind != "cpu" else None
         self._allocator = getattr(module, "memory", None)
 
@@ -243,9 +264,9 @@ class _MemoryDump:
                 "device": device.label, "before": before, "after": device.memory_allocated(),
                 "peak": device.max_memory_allocated(),
             }  # fmt: skip
-            write_json(path, found)
+            self._disk.write(lambda: write_json(path, found))
             if snapshots:
-                self._allocator._dump_snapshot(str(path.with_suffix(".pickle")))
+                self._disk.write(lambda: self._allocator._dump_snapshot(str(path.with_suffix(".pickle"))))
         finally:
             if snapshots:
                 self._allocator._record_memory_history(enabled=None)

@@ -4,6 +4,7 @@ of another device's responses trains to the same numbers.
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
+from alignment.capture import collector
 from alignment.capture.collector_data import KEYS
+from alignment.capture.msprobe_writer import write_msprobe
 from alignment.capture.readers import open_capture
 from alignment.errors import InputError, UnavailableError
 from alignment.models import mla
@@ -259,6 +262,24 @@ def test_the_critics_stages(world, tmp_path):
     assert reader.stages(0) == ["critic_compute_values", "critic_update"]
     gradients = [r for r in reader.rows(0, "critic_update", 0) if r.kind == "parameter_gradient"]
     assert gradients and all(r.statistics.l2 >= 0 for r in gradients)
+
+
+def test_a_full_disk_stops_the_collector_and_not_the_run(world, plain, tmp_path, monkeypatch, capsys):
+    written = []
+
+    def write(folder, *arguments, **settings):
+        written.append(folder)
+        if len(written) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        return write_msprobe(folder, *arguments, **settings)
+
+    monkeypatch.setattr(collector, "write_msprobe", write)
+    setting = collect(tmp_path, actor_train_dump=True, key_data_dump=True)
+    run = run_dapo(dapo_world.config(world, **setting), run_dir=tmp_path / "run")
+    assert run.metrics == plain.metrics and len(written) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "collector" in line]
+    assert said == [f"precision collector stopped, the run goes on: No space left on device ({written[1]})"]
+    assert open_capture(tmp_path / "dump").stages(0) == ["data", "actor_compute_log_prob"]  # what was finished stays
 
 
 def test_tensors_are_kept_with_task_tensor(world, tmp_path):
