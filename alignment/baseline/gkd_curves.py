@@ -55,7 +55,8 @@ def judge_gkd(
 
 
 def _verdict(result: CurveResult, preset: str, device: Device, baseline: str, config: GkdConfig) -> Verdict:
-    again = f"alignment gkd --baseline baselines --config {preset} --device {device.kind} trainer.seed={config.trainer.seed + 1}"
+    seed = config.trainer.seed + 1
+    again = f"alignment gkd --baseline baselines --config {preset} --device {device.kind} trainer.seed={seed}"
     return result.verdict(
         check=f"e2e/curve-{preset}-{result.metric}",
         subject="golden",

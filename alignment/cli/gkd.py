@@ -85,9 +85,7 @@ def gkd(
         if baseline is None:
             results = [run(settings, 0)]
         else:
-            results, verdicts = judge_gkd(
-                settings, Path(config).stem, baselines=baseline, device=chosen, run=run
-            )
+            results, verdicts = judge_gkd(settings, Path(config).stem, baselines=baseline, device=chosen, run=run)
             write_verdicts(directory, verdicts)
     for result in results:
         write_stack(result.directory)

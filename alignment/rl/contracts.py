@@ -336,7 +336,8 @@ def _check_shapes(view: _View) -> None:
         sizes["s"] = sizes["p"] + sizes["r"]
     else:
         # Sequences that were never cut into prompt and response: the first one says how long they are.
-        whole = next((n for n in view.names if n in FIELDS and FIELDS[n].axes == ("b", "s") and view[n].ndim == 2), None)
+        known = (n for n in view.names if n in FIELDS and FIELDS[n].axes == ("b", "s"))
+        whole = next((n for n in known if view[n].ndim == 2), None)
         if whole is not None:
             sizes.setdefault("b", view[whole].shape[0])
             sizes["s"] = view[whole].shape[1]

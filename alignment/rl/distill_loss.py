@@ -231,7 +231,7 @@ def scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def shift_labels(labels: Tensor) -> Tensor:
-    """Labels [b,s] moved to the positions that predict them: entry i is the label of token i + 1, the last is ignored."""
+    """Labels [b,s] moved to the positions that predict them: entry i is the label of token i + 1, the last ignored."""
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:]
     return shifted
@@ -265,7 +265,7 @@ def require_same_active(labels: Tensor, teacher_labels: Tensor, sample_ids: list
                 where=where,
                 expected=f"{len(ours)} (student)",
                 found=f"{len(theirs)} (teacher)",
-                next_step="both views must hold the whole response: raise gkd.max_length, or shorten the teacher's prompt",
+                next_step="both views must hold the whole response: raise gkd.max_length, or shorten the prompts",
             )
         if not torch.equal(ours, theirs.to(ours)):
             place = int((ours != theirs.to(ours)).nonzero()[0])

@@ -146,7 +146,9 @@ class GkdConfig(RunConfig):
     def _inherited(self) -> dict[str, Any]:
         common = inherited_fields(self)
         policy, data = common["actor_rollout_ref"], common["data"]
-        positive("gkd", self.gkd, "steps_per_generation", "num_generations", "micro_batch_size", "max_length", "chunk_size")
+        positive(
+            "gkd", self.gkd, "steps_per_generation", "num_generations", "micro_batch_size", "max_length", "chunk_size"
+        )
         gkd = filled(
             self.gkd,
             temperature=policy.rollout.temperature,
@@ -201,7 +203,10 @@ def _validate_gkd(config: GkdConfig) -> None:
         )
     if actor.ppo_epochs != 1:
         raise InputError(
-            "distillation passes over a batch once", where="actor_rollout_ref.actor.ppo_epochs", expected=1, found=actor.ppo_epochs
+            "distillation passes over a batch once",
+            where="actor_rollout_ref.actor.ppo_epochs",
+            expected=1,
+            found=actor.ppo_epochs,
         )
     if config.actor_rollout_ref.model.use_fused_kernels:
         raise InputError(

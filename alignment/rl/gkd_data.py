@@ -1,7 +1,7 @@
 """Samples of distillation: where they come from, which ones are used, and how they become a batch.
 
-A sample is a prompt and a response: the data set's, or the student's own. The student's view and, where the teacher is to
-see another prompt (on-policy self-distillation, OPSD), the teacher's view share the response token by token.
+A sample is a prompt and a response: the data set's, or the student's own. The student's view and, where the teacher is
+to see another prompt (on-policy self-distillation, OPSD), the teacher's view share the response token by token.
 """
 
 from __future__ import annotations

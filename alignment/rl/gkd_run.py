@@ -215,5 +215,3 @@ def require_one_tokenizer(config: GkdConfig, tokenizer: Tokenizer) -> None:
             expected=f"at least {tokenizer.vocab_size}",
             found=size,
         )
-
-

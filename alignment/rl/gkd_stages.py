@@ -37,7 +37,7 @@ ROW = "row/"
 
 
 def outputs_of_student(config: GkdConfig) -> Callable[[nn.Module, MicroBatch], Outputs]:
-    """How a model answers a micro batch in distillation: as the teacher, or as the student where the teacher has spoken."""
+    """How a model answers a micro batch: as the teacher, or as the student where the teacher has spoken."""
     return partial(distillation_outputs, settings=config.gkd)
 
 
@@ -250,9 +250,7 @@ def active_tables(batch: Batch) -> dict[str, Tensor]:
     return {name: batch[name][active] for name in TABLES}
 
 
-def place_tables(
-    log_probs: Sequence[Tensor], indices: Sequence[Tensor], batch: Batch, *, k: int
-) -> dict[str, Tensor]:
+def place_tables(log_probs: Sequence[Tensor], indices: Sequence[Tensor], batch: Batch, *, k: int) -> dict[str, Tensor]:
     """Per-sample tables [t,k] in the teacher's frame, moved to the student's: [b,s,k].
 
     Under OPSD the active tokens stand at other positions in the teacher's view; they are the same tokens in the same

@@ -1,8 +1,8 @@
 """The distillation trainer: the driver of a GKD run, readable from top to bottom in the order of a step.
 
-One generation feeds ``steps_per_generation`` training steps, all of one data source. It is on-policy with probability λ:
-the student gets its latest weights into the inference engine and answers the prompts. Otherwise the responses are the
-data set's; nothing is generated and nothing is synced. (ms-swift's ``GKDTrainer`` on Ray.)
+One generation feeds ``steps_per_generation`` training steps, all of one data source. It is on-policy with probability
+λ: the student gets its latest weights into the inference engine and answers the prompts. Otherwise the responses are
+the data set's; nothing is generated and nothing is synced. (ms-swift's ``GKDTrainer`` on Ray.)
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def total_steps(config: GkdConfig, samples: SampleSet) -> int:
 
 def resume_fingerprint(config: GkdConfig) -> dict[str, Any]:
     """Everything that has to be equal for a run to be continued, flat."""
-    free = FREE_ON_RESUME if config.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant" else DEVICE_ONLY_FIELDS
+    free = (
+        FREE_ON_RESUME if config.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant" else DEVICE_ONLY_FIELDS
+    )
     return {k: v for k, v in config.deciding_fields().items() if k not in free}
-
-

@@ -1,8 +1,8 @@
 """Distillation on megatron-core: whole logits out of an engine that answers per token, and the loss on top of them.
 
-The engine gathers the vocabulary over tensor parallel ranks, the tokens over context parallel ranks and the answers over
-pipeline stages, so teacher and student are seen here as on one device. What travels are logits [b, s − 1, v]: right for
-comparing stacks, too much for a vocabulary of a hundred thousand.
+The engine gathers the vocabulary over tensor parallel ranks, the tokens over context parallel ranks and the answers
+over pipeline stages, so teacher and student are seen here as on one device. What travels are logits [b, s − 1, v]:
+right for comparing stacks, too much for a vocabulary of a hundred thousand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class MegatronDistillation:
         answers = self.inner.forward([_whole(part) for part in micro_batches], stage=stage)
         return [dict(self._said(answer, part)) for answer, part in zip(answers, micro_batches, strict=True)]
 
-    def update(self, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, stage: str, **more: Any) -> UpdateReport:
+    def update(
+        self, micro_batches: Sequence[MicroBatch], loss: LossFunction, *, stage: str, **more: Any
+    ) -> UpdateReport:
         """One optimizer step of the student; ``loss`` gets what the other engines give it."""
 
         def on_logits(outputs: Outputs, micro_batch: MicroBatch) -> tuple[Tensor, Mapping[str, Any]]:

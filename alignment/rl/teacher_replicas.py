@@ -39,7 +39,9 @@ class TeacherReplicas:
 
     def __init__(self, replicas: Sequence[Callable[[list[list[int]], int], list]], *, k: int) -> None:
         if not replicas:
-            raise InputError("there are no teacher replicas", where="gkd.teacher_replicas", expected="at least 1", found=0)
+            raise InputError(
+                "there are no teacher replicas", where="gkd.teacher_replicas", expected="at least 1", found=0
+            )
         self._replicas, self._k = list(replicas), k
 
     def ask(self, sequences: Sequence[Sequence[int]]) -> list:
@@ -147,5 +149,3 @@ def _log_prob(entry: Mapping[Any, Any] | None, token: int) -> float:
     if said is None:
         return 0.0
     return float(said["logprob"] if isinstance(said, Mapping) else said.logprob)
-
-

@@ -15,7 +15,7 @@ from alignment.errors import InputError
 
 
 def local_top_k(logits: Tensor, k: int, *, start: int) -> tuple[Tensor, Tensor]:
-    """One rank's candidates: values and *global* ids [...,min(k, v_local)] of logits [...,v_local] that begin at id ``start``."""
+    """One rank's candidates: values and *global* ids [...,min(k, v_local)] of logits [...,v_local] from id ``start`` on."""
     values, indices = logits.topk(min(k, logits.shape[-1]), dim=-1)
     return values, indices + start
 
@@ -29,7 +29,9 @@ def merge_top_k(candidates: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Te
     values = torch.cat([v for v, _ in candidates], -1)
     ids = torch.cat([i for _, i in candidates], -1)
     if values.shape[-1] < k:
-        raise InputError("there are fewer tokens than asked for", where="gkd_logits_topk", expected=f"≤ {values.shape[-1]}", found=k)
+        raise InputError(
+            "there are fewer tokens than asked for", where="gkd_logits_topk", expected=f"≤ {values.shape[-1]}", found=k
+        )
     ordered = ids.sort(-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise InputError(

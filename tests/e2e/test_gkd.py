@@ -37,7 +37,9 @@ def distil(world, pupils, tmp_path_factory):
 
     def run(directory: Path | None = None, executor: str = "inprocess", progress=None, **changes):
         config = gkd_world.config(world, pupils, **changes)
-        return run_gkd(config, run_dir=directory or tmp_path_factory.mktemp("run"), executor=executor, progress=progress)
+        return run_gkd(
+            config, run_dir=directory or tmp_path_factory.mktemp("run"), executor=executor, progress=progress
+        )
 
     return run
 
@@ -85,13 +87,20 @@ def test_one_generation_feeds_consecutive_chunks_of_one_source(distil):
         generates = on_policy[step - 1] and (step - 1) % 3 == 0
         # The student's weights move to the inference engine before it generates, and at no other time.
         assert [s for s in seen if s in ("weight_sync", "rollout")] == (["weight_sync", "rollout"] if generates else [])
-        assert [s for s in seen if s in ("teacher_log_prob", "update_student")] == ["teacher_log_prob", "update_student"]
+        assert [s for s in seen if s in ("teacher_log_prob", "update_student")] == [
+            "teacher_log_prob",
+            "update_student",
+        ]
 
 
 def test_chunks_of_a_generation_are_its_samples_in_order(distil, tmp_path):
     halves = distil(tmp_path / "two", gkd__lmbda=0.0, trainer__total_training_steps=2)
     whole = distil(
-        tmp_path / "one", gkd__lmbda=0.0, gkd__steps_per_generation=1, data__train_batch_size=8, trainer__total_training_steps=1
+        tmp_path / "one",
+        gkd__lmbda=0.0,
+        gkd__steps_per_generation=1,
+        data__train_batch_size=8,
+        trainer__total_training_steps=1,
     )
     assert sum(column(halves, "student/tokens")) == column(whole, "student/tokens")[0]
 
@@ -141,9 +150,7 @@ def test_the_merged_adapter_is_what_generates(distil, pupils, monkeypatch):
         return honest(self, stream)
 
     monkeypatch.setattr(Worker, "load_weights", load_weights)
-    distil(
-        data__train_files=[str(pupils / "opsd.jsonl")], gkd__lora__rank=4, gkd__teacher_model=None, gkd__lmbda=1.0
-    )
+    distil(data__train_files=[str(pupils / "opsd.jsonl")], gkd__lora__rank=4, gkd__teacher_model=None, gkd__lmbda=1.0)
     assert sent == [True] * 3
 
 
@@ -174,7 +181,11 @@ def test_several_turns(distil):
     register("repeating")(Repeating)
     try:
         result = distil(
-            gkd__multi_turn_scheduler="repeating", gkd__max_turns=2, gkd__lmbda=1.0, gkd__max_length=40, trainer__total_training_steps=2
+            gkd__multi_turn_scheduler="repeating",
+            gkd__max_turns=2,
+            gkd__lmbda=1.0,
+            gkd__max_length=40,
+            trainer__total_training_steps=2,
         )
     finally:
         del SCHEDULERS["repeating"]
@@ -192,7 +203,10 @@ def test_only_on_policy_completions_are_logged(distil, tmp_path):
 
 
 def test_recorded_rollouts_are_trained_on_again(distil, tmp_path):
-    record = {"actor_rollout_ref__rollout__skip__enable": True, "actor_rollout_ref__rollout__skip__dump_dir": str(tmp_path / "dump")}
+    record = {
+        "actor_rollout_ref__rollout__skip__enable": True,
+        "actor_rollout_ref__rollout__skip__dump_dir": str(tmp_path / "dump"),
+    }
     first, second = distil(**record), distil(**record)
     assert first.metrics == second.metrics and list((tmp_path / "dump").glob("step_*"))
 
@@ -222,7 +236,12 @@ def test_a_teacher_with_another_tokenizer_is_refused(distil, world, tmp_path):
 
 # Resuming.
 
-RESUMED = {"trainer__total_training_steps": STEPS, "trainer__save_freq": 1, "gkd__steps_per_generation": 3, "gkd__log_completions": True}
+RESUMED = {
+    "trainer__total_training_steps": STEPS,
+    "trainer__save_freq": 1,
+    "gkd__steps_per_generation": 3,
+    "gkd__log_completions": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +318,13 @@ run_gkd(config, run_dir=Path({run_dir!r}), progress=Killer())
 
 def kill_at(world: Path, pupils: Path, run_dir: Path, step: int, stage: str) -> None:
     script = KILLED.format(
-        here=str(Path(__file__).parent), world=str(world), pupils=str(pupils), run_dir=str(run_dir), settings=RESUMED, step=step, stage=stage
+        here=str(Path(__file__).parent),
+        world=str(world),
+        pupils=str(pupils),
+        run_dir=str(run_dir),
+        settings=RESUMED,
+        step=step,
+        stage=stage,
     )
     ended = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, timeout=300)
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
@@ -318,7 +343,9 @@ def test_killed_and_resumed_gives_the_uninterrupted_run(distil, world, pupils, s
 # On Ray.
 
 
-@pytest.mark.parametrize("changes", [{}, {"gkd__gkd_logits_topk": 5, "gkd__sft_alpha": 0.3}], ids=["vocabulary", "top-k"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"gkd__gkd_logits_topk": 5, "gkd__sft_alpha": 0.3}], ids=["vocabulary", "top-k"]
+)
 def test_two_ranks_on_ray_train_as_one(ray_cluster, distil, changes):
     alone = distil(**changes)
     together = distil(executor="ray", trainer__n_gpus_per_node=2, **changes)
@@ -329,13 +356,20 @@ def test_two_ranks_on_ray_train_as_one(ray_cluster, distil, changes):
 
 
 def test_replicas_are_ray_actors(ray_cluster, distil):
-    common = {"gkd__gkd_logits_topk": 5, "gkd__lmbda": 1.0, "gkd__teacher_replicas": 2, "trainer__total_training_steps": 2}
+    common = {
+        "gkd__gkd_logits_topk": 5,
+        "gkd__lmbda": 1.0,
+        "gkd__teacher_replicas": 2,
+        "trainer__total_training_steps": 2,
+    }
     served, here = distil(executor="ray", **common), distil(**common)
     assert served.metrics == here.metrics
 
 
 def test_separate_processes_for_student_and_engine(ray_cluster, distil):
-    apart, together = (distil(executor="ray", trainer__colocate=c, trainer__total_training_steps=4) for c in (False, True))
+    apart, together = (
+        distil(executor="ray", trainer__colocate=c, trainer__total_training_steps=4) for c in (False, True)
+    )
     assert apart.metrics == together.metrics
 
 
@@ -361,7 +395,9 @@ def test_a_captured_run_computes_the_same_and_shows_every_kind_of_teacher(distil
     names = {row.module for row in reader.rows(1, "teacher_log_prob", 0)}
     assert "model.layers.0.self_attn" in names
     _, served = captured("replicas", gkd__teacher_replicas=1, gkd__gkd_logits_topk=5, gkd__lmbda=1.0)
-    seen = {row.path for row in served.rows(1, "teacher_log_prob", 0)} | {row.module for row in served.rows(1, "teacher_log_prob", 0)}
+    seen = {row.path for row in served.rows(1, "teacher_log_prob", 0)} | {
+        row.module for row in served.rows(1, "teacher_log_prob", 0)
+    }
     assert any("teacher_topk_log_probs" in name for name in seen)
 
 
@@ -376,7 +412,16 @@ def alignment(*arguments, cwd):
 
 def test_the_command_runs_resumes_and_refuses(tmp_path):
     short = ["--executor", "inprocess", "--device", "cpu", "data.train_batch_size=8", "gkd.micro_batch_size=8"]
-    once = alignment("gkd", "--json", "--run-dir", "run", *short, "trainer.total_training_steps=2", "trainer.save_freq=1", cwd=tmp_path)
+    once = alignment(
+        "gkd",
+        "--json",
+        "--run-dir",
+        "run",
+        *short,
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        cwd=tmp_path,
+    )
     assert once.returncode == 0, once.stderr
     assert [m["step"] for m in json.loads(once.stdout)["metrics"]] == [1, 2]
     more = alignment("gkd", "--json", "--run-dir", "run", *short, "trainer.total_training_steps=3", cwd=tmp_path)
@@ -400,10 +445,22 @@ def test_the_command_judges_by_stored_curves(tmp_path, monkeypatch):
 
     record_curves(tmp_path / "baselines", "gkd-tiny", get_device("cpu"), work=tmp_path / "work", steps=3)
     done = alignment(
-        "gkd", "--json", "--executor", "inprocess", "--device", "cpu", "--baseline", "baselines", "trainer.total_training_steps=3", cwd=tmp_path
+        "gkd",
+        "--json",
+        "--executor",
+        "inprocess",
+        "--device",
+        "cpu",
+        "--baseline",
+        "baselines",
+        "trainer.total_training_steps=3",
+        cwd=tmp_path,
     )
     document = json.loads(done.stdout)
-    assert {v["check"] for v in document["verdicts"]} == {"e2e/curve-gkd-tiny-agreement", "e2e/curve-gkd-tiny-divergence"}
+    assert {v["check"] for v in document["verdicts"]} == {
+        "e2e/curve-gkd-tiny-agreement",
+        "e2e/curve-gkd-tiny-divergence",
+    }
     assert document["exit_code"] == done.returncode in (0, 1)
     other = alignment(
         "gkd", "--executor", "inprocess", "--device", "cpu", "--baseline", "baselines", "trainer.total_training_steps=3", "gkd.beta=0.2",

@@ -85,7 +85,13 @@ def test_megatron_with_the_vocabulary_split(ray_cluster, tmp_path):
     megatron_or_skip()
     fixed = ["trainer.total_training_steps=3", "trainer.save_freq=0", "trainer.device=cpu", "trainer.logger=[jsonl]"]
     fixed += ["data.train_batch_size=8", "gkd.micro_batch_size=4", "gkd.gkd_logits_topk=5"]
-    split = ["engine.train=megatron", "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
-    ours = run_gkd(load_config("gkd-tiny", [*fixed, *split], kind=GkdConfig), run_dir=tmp_path / "split", executor="ray")
+    split = [
+        "engine.train=megatron",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    ]
+    ours = run_gkd(
+        load_config("gkd-tiny", [*fixed, *split], kind=GkdConfig), run_dir=tmp_path / "split", executor="ray"
+    )
     theirs = run_gkd(load_config("gkd-tiny", fixed, kind=GkdConfig), run_dir=tmp_path / "golden")
     assert_same(ours.metrics, theirs.metrics)

@@ -18,7 +18,12 @@ from alignment.weights.checkpoint import load_model
 pytestmark = pytest.mark.engine
 
 K = 5
-REPLICAS = {"gkd__teacher_replicas": 1, "gkd__gkd_logits_topk": K, "gkd__lmbda": 1.0, "trainer__total_training_steps": 2}
+REPLICAS = {
+    "gkd__teacher_replicas": 1,
+    "gkd__gkd_logits_topk": K,
+    "gkd__lmbda": 1.0,
+    "trainer__total_training_steps": 2,
+}
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,9 @@ def test_recording_runs_the_pipeline(tmp_path, commit, cpu):
     assert path.name == "gkd-tiny.curves.json" and [r.seed for r in found.runs] == [101, 102]
     first, second = (run.steps[0] for run in found.runs)
     assert first.prompt_hash == second.prompt_hash and first.group_size == 64
-    assert all(math.isfinite(step.groups[m.name].grand_mean) for run in found.runs for step in run.steps for m in METRICS)
+    assert all(
+        math.isfinite(step.groups[m.name].grand_mean) for run in found.runs for step in run.steps for m in METRICS
+    )
 
 
 def test_the_folder_has_to_exist(tmp_path, cpu):

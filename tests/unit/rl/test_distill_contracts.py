@@ -70,13 +70,17 @@ def test_a_table_of_the_next_position_is_found_by_the_token_that_stands_there():
     for name in ("teacher_topk_log_probs", "teacher_topk_indices"):
         tables[name] = batch[name].clone()
         tables[name][active] = batch[name][active].roll(1, dims=0)
-    with pytest.raises(InputError, match="the table and the teacher's log-prob disagree about the token that stands there"):
+    with pytest.raises(
+        InputError, match="the table and the teacher's log-prob disagree about the token that stands there"
+    ):
         check(STAGE, batch.add(tables))
 
 
 def test_views_that_part_are_named_by_sample():
     batch = edited("teacher_labels", (1, 5), IGNORED, opsd=True)
-    with pytest.raises(InputError, match=r"labels, sample u1#0: teacher and student see different numbers of active tokens"):
+    with pytest.raises(
+        InputError, match=r"labels, sample u1#0: teacher and student see different numbers of active tokens"
+    ):
         check(STAGE, batch)
 
 
@@ -90,11 +94,15 @@ def test_open_slots_may_hold_any_id():
 
 def test_widths_that_disagree():
     batch = build_distill_batch()
-    with pytest.raises(InputError, match=r"labels: the field has the wrong shape; expected b×s = \[2, 6\]; found \[2, 5\]"):
+    with pytest.raises(
+        InputError, match=r"labels: the field has the wrong shape; expected b×s = \[2, 6\]; found \[2, 5\]"
+    ):
         check(STAGE, batch.add({"labels": batch["labels"][:, :5]}))
 
 
 def test_the_teacher_changes_nothing_it_reads():
     batch = build_distill_batch()
-    with pytest.raises(InputError, match="teacher_log_prob, labels, sample 0: the stage changed a field that it only reads"):
+    with pytest.raises(
+        InputError, match="teacher_log_prob, labels, sample 0: the stage changed a field that it only reads"
+    ):
         check_untouched(STAGE, batch, batch.add({"labels": batch["labels"] * 2}))

@@ -50,7 +50,12 @@ def check_limits_of_the_divergence() -> None:
     step = 1e-6
     # The next term of the quotient's expansion is of the order of the step times χ², which e⁴ bounds here.
     room = step * math.exp(4.0)
-    for beta, goal, scale in ((0.0, forward, 1.0), (1.0, reverse, 1.0), (step, forward, step), (1 - step, reverse, step)):
+    for beta, goal, scale in (
+        (0.0, forward, 1.0),
+        (1.0, reverse, 1.0),
+        (step, forward, step),
+        (1 - step, reverse, step),
+    ):
         assert ((distill_loss.jsd(student, teacher, beta) / scale - goal).abs() <= room).all()
 
 
@@ -62,13 +67,17 @@ def check_a_student_that_is_its_teacher() -> None:
             student, TeacherTokens(logits=student.detach().clone()), beta=0.3, temperature=0.6
         )
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        assert value.dtype == wide and value.abs().max() <= rounding(wide, 11, float(student.detach().abs().max()) / 0.6)
+        assert value.dtype == wide and value.abs().max() <= rounding(
+            wide, 11, float(student.detach().abs().max()) / 0.6
+        )
 
 
 def check_float32_for_narrow_logits() -> None:
     student, teacher = (logits(6, 33, seed=s).bfloat16() for s in (4, 5))
     value, _ = distill_loss.token_divergence(student, TeacherTokens(logits=teacher), beta=0.5, temperature=0.7)
-    exact, _ = distill_loss.token_divergence(student.double(), TeacherTokens(logits=teacher.double()), beta=0.5, temperature=0.7)
+    exact, _ = distill_loss.token_divergence(
+        student.double(), TeacherTokens(logits=teacher.double()), beta=0.5, temperature=0.7
+    )
     size = float(torch.maximum(student.abs().max(), teacher.abs().max())) / 0.7
     assert (value.double() - exact).abs().max() <= rounding(torch.float32, 33, size)
 
@@ -187,7 +196,9 @@ def masked_after_exp(original):
 
 def untempered_teacher(original):
     def divergence(student, teacher, *, beta, temperature=1.0, **more):
-        return original(student, TeacherTokens(logits=teacher.logits * temperature), beta=beta, temperature=temperature, **more)
+        return original(
+            student, TeacherTokens(logits=teacher.logits * temperature), beta=beta, temperature=temperature, **more
+        )
 
     return divergence
 

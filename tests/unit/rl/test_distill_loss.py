@@ -222,7 +222,9 @@ def test_an_uncovered_row_is_zero_and_has_no_gradient():
 def test_no_tokens_hang_on_the_graph():
     """An empty rank contributes zero and takes part in the backward pass."""
     logits = normal(2, 3, 5, seed=15).requires_grad_()
-    value, _ = token_divergence(logits[torch.zeros(2, 3, dtype=torch.bool)], TeacherTokens(logits=torch.zeros(0, 5)), beta=0.5)
+    value, _ = token_divergence(
+        logits[torch.zeros(2, 3, dtype=torch.bool)], TeacherTokens(logits=torch.zeros(0, 5)), beta=0.5
+    )
     value.sum().backward()
     assert value.numel() == 0 and not logits.grad.any()
 
@@ -235,7 +237,9 @@ def test_no_tokens_hang_on_the_graph():
 def test_float32_whatever_the_dtype_of_the_model(dtype, k):
     """Equal to the float64 result for the same rounded logits within float32's roundoff, so nothing was done in half."""
     student, teacher = normal(5, 33, seed=16).to(dtype), normal(5, 33, seed=17).to(dtype)
-    value, _ = token_divergence(student, teacher_tokens(teacher.float() if k else teacher, k), beta=0.5, temperature=0.7)
+    value, _ = token_divergence(
+        student, teacher_tokens(teacher.float() if k else teacher, k), beta=0.5, temperature=0.7
+    )
     exact, _ = token_divergence(student.double(), teacher_tokens(teacher.double(), k), beta=0.5, temperature=0.7)
     assert value.dtype == torch.float32
     size = float(torch.maximum(student.abs().max(), teacher.abs().max())) / 0.7
@@ -243,7 +247,9 @@ def test_float32_whatever_the_dtype_of_the_model(dtype, k):
     assert (value - exact).abs().max() <= room
     half = jsd(*(torch.log_softmax(x / 0.7, -1) for x in (student, teacher)), 0.5)
     if dtype != torch.float32:
-        assert (half.double() - jsd(*(torch.log_softmax(x.double() / 0.7, -1) for x in (student, teacher)), 0.5)).abs().max() > room
+        assert (
+            half.double() - jsd(*(torch.log_softmax(x.double() / 0.7, -1) for x in (student, teacher)), 0.5)
+        ).abs().max() > room
 
 
 def test_float64_when_given():
@@ -259,7 +265,9 @@ def test_the_shorter_vocabulary_borrows_the_longer_one_s_logits(student, teacher
     ours, theirs = align_vocabularies(normal(3, student), normal(3, teacher, seed=1))
     assert ours.shape == theirs.shape == (3, 10)
     assert torch.equal(ours[:, 7:], theirs[:, 7:])
-    assert torch.equal(ours[:, :student], normal(3, student)) and torch.equal(theirs[:, :teacher], normal(3, teacher, seed=1))
+    assert torch.equal(ours[:, :student], normal(3, student)) and torch.equal(
+        theirs[:, :teacher], normal(3, teacher, seed=1)
+    )
 
 
 # The cross-entropy, labels and counts.
@@ -268,7 +276,10 @@ def test_the_shorter_vocabulary_borrows_the_longer_one_s_logits(student, teacher
 def test_sft_is_cross_entropy():
     logits, labels = normal(6, 9, seed=20), torch.arange(6)
     assert torch.allclose(
-        sft_divergence(logits, labels, chunk_size=4), F.cross_entropy(logits, labels, reduction="none"), rtol=0, atol=ORACLE_BAR
+        sft_divergence(logits, labels, chunk_size=4),
+        F.cross_entropy(logits, labels, reduction="none"),
+        rtol=0,
+        atol=ORACLE_BAR,
     )
     assert sft_divergence(logits.half(), labels).dtype == torch.float32
 
@@ -289,11 +300,15 @@ def test_views_with_other_tokens_are_refused_by_sample():
     require_same_active(labels, longer)
     fewer = longer.clone()
     fewer[1, 3] = IGNORED
-    with pytest.raises(InputError, match=r"labels, sample b: .* numbers of active tokens; expected 2 \(student\); found 1"):
+    with pytest.raises(
+        InputError, match=r"labels, sample b: .* numbers of active tokens; expected 2 \(student\); found 1"
+    ):
         require_same_active(labels, fewer, ["a", "b"])
     other = longer.clone()
     other[1, 3] = 9
-    with pytest.raises(InputError, match="labels, sample 1, active token 1: .* different tokens .* expected 8; found 9"):
+    with pytest.raises(
+        InputError, match="labels, sample 1, active token 1: .* different tokens .* expected 8; found 9"
+    ):
         require_same_active(labels, other)
 
 
@@ -352,7 +367,9 @@ def swift_loss():
 LABELS = torch.tensor([[IGNORED, 1, 2, IGNORED, 3, 4], [IGNORED, IGNORED, 1, 1, 1, IGNORED]])
 
 
-def ours(student: Tensor, teacher: Tensor, *, beta: float, temperature: float, k: int | None = None) -> tuple[Tensor, Tensor]:
+def ours(
+    student: Tensor, teacher: Tensor, *, beta: float, temperature: float, k: int | None = None
+) -> tuple[Tensor, Tensor]:
     leaf = student.clone().requires_grad_()
     active = active_positions(LABELS)
     said = teacher_tokens(teacher[active], k)
@@ -367,9 +384,7 @@ def ours(student: Tensor, teacher: Tensor, *, beta: float, temperature: float, k
 def test_trl_agrees(trl_loss, beta, temperature):
     student, teacher = normal(2, 6, 13, seed=31), normal(2, 6, 13, seed=32)
     leaf = student.clone().requires_grad_()
-    theirs = trl_loss(
-        leaf, teacher, labels=shift_labels(LABELS), beta=beta, temperature=temperature, reduction="sum"
-    )
+    theirs = trl_loss(leaf, teacher, labels=shift_labels(LABELS), beta=beta, temperature=temperature, reduction="sum")
     gradient = torch.autograd.grad(theirs, leaf)[0]
     value, mine = ours(student, teacher, beta=beta, temperature=temperature)
     assert (value - theirs).abs() <= ORACLE_BAR and (mine - gradient).abs().max() <= ORACLE_BAR
@@ -399,7 +414,11 @@ def test_swift_agrees_over_the_most_likely_tokens(swift_loss, beta, temperature)
     leaf, labels = student.clone().requires_grad_(), shift_labels(LABELS)
     values, indices = torch.log_softmax(teacher, -1).topk(4)
     theirs, _ = swift_loss.gkd_loss(
-        leaf, swift_loss.TeacherOutput(topk_logprobs=values, topk_indices=indices, labels=labels), labels, beta, temperature
+        leaf,
+        swift_loss.TeacherOutput(topk_logprobs=values, topk_indices=indices, labels=labels),
+        labels,
+        beta,
+        temperature,
     )
     gradient = torch.autograd.grad(theirs, leaf)[0]
     value, mine = ours(student, teacher, beta=beta, temperature=temperature, k=4)

@@ -101,7 +101,10 @@ REFUSED = {
         "gkd.multi_turn_scheduler: there is no such multi-turn scheduler; expected .*try_again; found try_agian. Next: did "
         "you mean try_again",
     ),
-    "no teacher": ({"gkd__teacher_model": None}, "gkd.teacher_model: there is no teacher; expected a checkpoint directory"),
+    "no teacher": (
+        {"gkd__teacher_model": None},
+        "gkd.teacher_model: there is no teacher; expected a checkpoint directory",
+    ),
     "no tokens of the teacher": ({"gkd__gkd_logits_topk": 0}, "gkd.gkd_logits_topk: the value has to be positive"),
     "beta": ({"gkd__beta": 1.5}, "gkd.beta: the value is out of range; expected 0 … 1; found 1.5"),
     "lambda": ({"gkd__lmbda": -0.1}, "gkd.lmbda: the value is out of range"),
@@ -127,9 +130,15 @@ REFUSED = {
         {"engine__rollout": "vllm", "data__max_prompt_length": 8, "gkd__max_length": 9},
         "gkd.max_length: the inference engine is built for prompts of data.max_prompt_length; expected at most 8; found 9",
     ),
-    "an unknown key": ({"gkd__lamda": 1.0}, "gkd.lamda: there is no such key. Next: the nearest known key is gkd.lmbda"),
+    "an unknown key": (
+        {"gkd__lamda": 1.0},
+        "gkd.lamda: there is no such key. Next: the nearest known key is gkd.lmbda",
+    ),
     "a key of DAPO": ({"algorithm__gamma": 1.0}, "algorithm: there is no such key"),
-    "another strategy": ({"gkd__truncation_strategy": "split"}, "gkd.truncation_strategy: .* expected delete \\| left \\| right"),
+    "another strategy": (
+        {"gkd__truncation_strategy": "split"},
+        "gkd.truncation_strategy: .* expected delete \\| left \\| right",
+    ),
 }
 
 
@@ -142,7 +151,12 @@ def test_refused(name):
 
 def test_what_is_not_supported_is_unavailable():
     """What the source raises ``NotImplementedError`` for is a different kind of error than a wrong value."""
-    for name in ("a teacher server without replicas", "virtual pipeline stages", "replicas off-policy", "sequence-level"):
+    for name in (
+        "a teacher server without replicas",
+        "virtual pipeline stages",
+        "replicas off-policy",
+        "sequence-level",
+    ):
         with pytest.raises(UnavailableError):
             made(**REFUSED[name][0])
 

@@ -108,7 +108,9 @@ def test_drawing_again_is_bounded():
         looked.append(1)
         return [sample("long", 9, 2)] * 2
 
-    with pytest.raises(InputError, match="gkd.max_length: too few samples fit; expected 2 samples; found 0 of the 8 that were"):
+    with pytest.raises(
+        InputError, match="gkd.max_length: too few samples fit; expected 2 samples; found 0 of the 8 that were"
+    ):
         resample([sample("long", 9, 2)] * 2, fits=Encoder(max_length=6).fits, more=more, max_resample_times=3)
     assert len(looked) == 3
     with pytest.raises(InputError, match="found 0 of the 2 that were looked at"):
@@ -158,11 +160,15 @@ def test_cutting(strategy, kept):
     [view], _ = encode_samples([s], Encoder(max_length=5, truncation_strategy=strategy))
     whole = [*s.prompt_ids, *s.response_ids]
     assert list(view.input_ids) == whole[kept]
-    assert [t for t in view.labels if t != IGNORED] == [t for t in ([IGNORED] * 4 + list(s.response_ids))[kept] if t != IGNORED]
+    assert [t for t in view.labels if t != IGNORED] == [
+        t for t in ([IGNORED] * 4 + list(s.response_ids))[kept] if t != IGNORED
+    ]
 
 
 def test_a_batch_of_two_views_passes_the_contract():
-    batch = collate([sample("a", 2, 4, teacher=5), sample("bb", 3, 2)], Encoder(max_length=20), dp_size=2, pad_token_id=PAD)
+    batch = collate(
+        [sample("a", 2, 4, teacher=5), sample("bb", 3, 2)], Encoder(max_length=20), dp_size=2, pad_token_id=PAD
+    )
     check("teacher_log_prob", batch, moment="before")
     assert batch["input_ids"].shape == (2, 6) and batch["teacher_input_ids"].shape == (2, 9)
     # A sample without a prompt of the teacher's own is seen alike by both.
@@ -172,12 +178,21 @@ def test_a_batch_of_two_views_passes_the_contract():
 
 def test_a_long_teacher_prompt_is_found_out():
     """Right cutting takes the end of the teacher's response and not of the student's."""
-    with pytest.raises(InputError, match=r"labels, sample a: teacher and student see different numbers of active tokens"):
-        collate([sample("a", 2, 4, teacher=5)], Encoder(max_length=7, truncation_strategy="right"), dp_size=1, pad_token_id=PAD)
+    with pytest.raises(
+        InputError, match=r"labels, sample a: teacher and student see different numbers of active tokens"
+    ):
+        collate(
+            [sample("a", 2, 4, teacher=5)],
+            Encoder(max_length=7, truncation_strategy="right"),
+            dp_size=1,
+            pad_token_id=PAD,
+        )
 
 
 def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(InputError, match="collate: the batch does not divide .* multiple of dp_size = 2 samples; found 3 samples"):
+    with pytest.raises(
+        InputError, match="collate: the batch does not divide .* multiple of dp_size = 2 samples; found 3 samples"
+    ):
         collate([sample(n, 2, 2) for n in "abc"], Encoder(max_length=9), dp_size=2, pad_token_id=PAD)
 
 
@@ -266,4 +281,7 @@ def test_the_embedded_questions_answer_with_the_reference(tokenizer):
     root = CHECKPOINT.parents[1] / "data" / "rl.json"
     tree = {"data": {"train_files": [str(root)]}, "gkd": {"teacher_model": "t"}}
     first = load_samples(GkdConfig.from_dict(tree), tokenizer)[0]
-    assert tokenizer.decode_response(first.response_ids) == first.ground_truth and first.response_ids[-1] == tokenizer.eos_token_id
+    assert (
+        tokenizer.decode_response(first.response_ids) == first.ground_truth
+        and first.response_ids[-1] == tokenizer.eos_token_id
+    )

@@ -130,7 +130,12 @@ def assert_same(ours, theirs, tokens: int) -> None:
 
 
 @LAW
-@given(seed=st.integers(0, 10_000), micro=st.integers(1, 6), k=st.sampled_from([None, 4]), alpha=st.sampled_from([0.0, 0.7]))
+@given(
+    seed=st.integers(0, 10_000),
+    micro=st.integers(1, 6),
+    k=st.sampled_from([None, 4]),
+    alpha=st.sampled_from([0.0, 0.7]),
+)
 def test_micro_batches_change_nothing(seed, micro, k, alpha):
     batch = batched(some_samples(seed))
     whole = train([batch], config(gkd_logits_topk=k, sft_alpha=alpha))
@@ -155,7 +160,9 @@ def test_order_changes_nothing(seed, order, opsd):
     assert_same(ours, theirs, 36)
     for uid, sums in theirs[2].items():
         assert ours[2][uid]["tokens"] == sums["tokens"]
-        assert abs(ours[2][uid]["divergence"] - sums["divergence"]) <= rounding(torch.float64, 6 * VOCAB, 1 + sums["divergence"])
+        assert abs(ours[2][uid]["divergence"] - sums["divergence"]) <= rounding(
+            torch.float64, 6 * VOCAB, 1 + sums["divergence"]
+        )
 
 
 @LAW
@@ -185,7 +192,9 @@ def test_the_teacher_s_own_prompt_matters_and_is_aligned_by_label():
     teacher = Toy(2).requires_grad_(False)
     for row, s in enumerate(samples):
         ids = torch.tensor([[*s.teacher_prompt_ids, *s.response_ids]])
-        log_probs = torch.log_softmax(teacher(ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(ids.shape[1])[None])[0], -1)
+        log_probs = torch.log_softmax(
+            teacher(ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(ids.shape[1])[None])[0], -1
+        )
         said = [float(log_probs[len(s.teacher_prompt_ids) + i - 1, t]) for i, t in enumerate(s.response_ids)]
         found = answer["teacher_token_log_probs"][row][active_positions(batch["labels"])[row]].tolist()
         assert found == pytest.approx(said, abs=rounding(torch.float64, VOCAB, 32.0))
@@ -229,7 +238,9 @@ def test_the_cross_entropy_counts_on_dataset_responses_only(on_policy):
     assert ("student/sft_loss" in with_sft) and "student/sft_loss" not in without
     difference = with_sft["student/loss"] - without["student/loss"]
     expected = 0.5 * with_sft["student/sft_loss"]
-    assert (difference == 0.0) == on_policy and difference == pytest.approx(expected, abs=rounding(torch.float64, 8, 32.0))
+    assert (difference == 0.0) == on_policy and difference == pytest.approx(
+        expected, abs=rounding(torch.float64, 8, 32.0)
+    )
 
 
 def test_a_mixed_batch_divides_each_term_by_its_own_tokens():
@@ -299,7 +310,10 @@ def test_a_larger_vocabulary_of_the_teacher():
     settings = config()
     batch, cache = batched(some_samples(8)), TeacherCache()
     engine = GoldenTrainingEngine(
-        Toy(2, vocab=VOCAB + 5), optimizer=None, outputs=partial(distillation_outputs, settings=settings.gkd), device="cpu"
+        Toy(2, vocab=VOCAB + 5),
+        optimizer=None,
+        outputs=partial(distillation_outputs, settings=settings.gkd),
+        device="cpu",
     )
     asked = ask_teacher(lambda parts: engine.forward(parts, stage="teacher_log_prob"), batch, settings, cache)
     report = update_student(student(settings), asked, count(batch), settings, cache).report

@@ -66,7 +66,9 @@ def test_targets():
     assert not any(part in name for name in everything for part in ("embed_tokens", "lm_head", "mlp.gate.weight"))
     pattern = LoraModel(model(), LoraSettings(target_modules=("*.layers.1.self_attn.*",))).targets
     assert pattern and all(".layers.1.self_attn." in name for name in pattern)
-    with pytest.raises(InputError, match="gkd.lora.target_modules: no weight of the model is adapted; expected all-linear, or"):
+    with pytest.raises(
+        InputError, match="gkd.lora.target_modules: no weight of the model is adapted; expected all-linear, or"
+    ):
         LoraModel(model(), LoraSettings(target_modules=("qkv",)))
 
 

@@ -45,7 +45,13 @@ def run(talks, scheduler, *, answers=None, max_tokens=LIMIT):
         asked.append((turn, [c.sample_id for c in pending]))
         return [(answers or {}).get((c.sample_id, turn), ([7, 8], "78", False)) for c in pending]
 
-    run_turns(talks, scheduler=scheduler, generate=generate, encode=lambda messages: [9] * len(messages), max_tokens=max_tokens)
+    run_turns(
+        talks,
+        scheduler=scheduler,
+        generate=generate,
+        encode=lambda messages: [9] * len(messages),
+        max_tokens=max_tokens,
+    )
     return asked
 
 

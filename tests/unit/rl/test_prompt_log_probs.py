@@ -58,7 +58,10 @@ def test_padding_behind_a_sequence():
 
 
 REFUSED = {
-    "one entry too few": ([None, entry(t5=-0.5)], "there is one prompt log-prob per token; expected 3 entries; found 2"),
+    "one entry too few": (
+        [None, entry(t5=-0.5)],
+        "there is one prompt log-prob per token; expected 3 entries; found 2",
+    ),
     "a first token with an entry": (
         [entry(t4=-0.1), entry(t5=-0.5), entry(t6=-0.5)],
         "prompt_logprobs, token 0: the first token has nothing before it",

@@ -67,7 +67,12 @@ def test_replicas_say_what_a_teacher_on_the_worker_says(teacher, opsd):
     [said] = cache.said
     tables = active_tables(served)
     # Batched with padding or alone, float32: a sum over the hidden width per layer.
-    room = torch.finfo(torch.float32).eps * MODEL.hidden_size * MODEL.num_hidden_layers * float(said[TABLES[0]].abs().max())
+    room = (
+        torch.finfo(torch.float32).eps
+        * MODEL.hidden_size
+        * MODEL.num_hidden_layers
+        * float(said[TABLES[0]].abs().max())
+    )
     assert (tables[TABLES[0]] - said[TABLES[0]]).abs().max() <= room
     assert torch.equal(tables[TABLES[1]], said[TABLES[1]])
     gap = (on_worker["teacher_token_log_probs"] - served["teacher_token_log_probs"]).abs().max()
@@ -84,11 +89,15 @@ def test_an_off_by_one_table_fails_the_contract(teacher):
         moved = served[name].clone()
         moved[active] = served[name][active].roll(1, dims=0)
         shifted[name] = moved
-    with pytest.raises(InputError, match="the table and the teacher's log-prob disagree about the token that stands there"):
+    with pytest.raises(
+        InputError, match="the table and the teacher's log-prob disagree about the token that stands there"
+    ):
         check("teacher_log_prob", served.add(shifted))
 
 
-@pytest.mark.parametrize(("n", "replicas", "expected"), [(7, 3, [3, 3, 1]), (4, 3, [2, 2]), (2, 3, [1, 1]), (6, 2, [3, 3]), (5, 1, [5])])
+@pytest.mark.parametrize(
+    ("n", "replicas", "expected"), [(7, 3, [3, 3, 1]), (4, 3, [2, 2]), (2, 3, [1, 1]), (6, 2, [3, 3]), (5, 1, [5])]
+)
 def test_sequences_are_shared_out_in_order(n, replicas, expected):
     """⌈n / replicas⌉ consecutive sequences for each, some with none; answers keep the order."""
     sizes: dict[int, int] = {}
@@ -117,7 +126,9 @@ def test_replicas_work_at_the_same_time():
 
 
 def test_a_missing_answer_is_refused():
-    with pytest.raises(InputError, match="teacher replicas: the replicas did not answer every sequence; expected 2; found 1"):
+    with pytest.raises(
+        InputError, match="teacher replicas: the replicas did not answer every sequence; expected 2; found 1"
+    ):
         TeacherReplicas([lambda sequences, k: [None]], k=1).ask([[1], [2]])
     with pytest.raises(InputError, match="gkd.teacher_replicas: there are no teacher replicas"):
         TeacherReplicas([], k=1)
@@ -137,5 +148,7 @@ def test_a_teacher_that_waits_on_the_host(teacher):
 
 def test_a_teacher_built_from_another_configuration_is_refused(teacher):
     require_own_config(CausalLM(MODEL), teacher)
-    with pytest.raises(InputError, match="rope_theta: the teacher was not built from its own configuration; expected .*; found 1234"):
+    with pytest.raises(
+        InputError, match="rope_theta: the teacher was not built from its own configuration; expected .*; found 1234"
+    ):
         require_own_config(CausalLM(dataclasses.replace(MODEL, rope_theta=1234.0)), teacher)
