@@ -54,7 +54,8 @@ class Plan:
             f"steps between dated stacks: {self.stacks}; between packages: at most {self.packages}; "
             f"of one package: at most {self.candidates}",
             f"at most {self.bound} probes: 2·{self.end_runs} at the ends + "
-            f"{rounds(self.stacks)} + {rounds(self.packages)} + {rounds(self.candidates)} in the search + 2 for the proof",
+            f"{rounds(self.stacks)} + {rounds(self.packages)} + {rounds(self.candidates)} in the search "
+            "+ 2 for the proof",
             "beyond: 2 for each stack that cannot be measured, 2 to measure the step again, "
             "and another search for each further cause",
             *self.notes,

@@ -151,8 +151,7 @@ def search_line_noisy(
     parallel: int,
     confidence: float,
 ) -> Step:
-    """The same where the test itself flips: measured repeatedly until one step holds ``confidence`` of the posterior.
-    """
+    """The same where the test itself flips: measured until one step holds ``confidence`` of the posterior."""
     step = Step(low=points[0], high=points[-1], line=len(points) - 1)
     unmeasurable: set[str] = set()
 

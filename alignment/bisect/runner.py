@@ -177,7 +177,7 @@ class Session:
 
     def run(self) -> Answer:
         """Ends, search, proof. The answer is in the journal when this returns."""
-        self.note("begin", f"{len(self.settings.stacks)} stacks, probe {self.settings.probes[0].text}")
+        self.note("stage", f"{len(self.settings.stacks)} stacks, probe {self.settings.probes[0].text}")
         self._only_different_ends()
         constraints, notes = Constraints(self.settings.rules).for_ends(self._ends())
         stacks = self._verified()
@@ -209,7 +209,7 @@ class Session:
         """Says a line, and puts it into the journal the first time."""
         self._say(text)
         if not self.replay and not any(e["text"] == text for e in self.journal.of(kind) if "text" in e):
-            self.journal.append(kind if kind != "begin" else "stage", text=text)
+            self.journal.append(kind, text=text)
 
     def _ends(self) -> list[Stack]:
         return (
@@ -292,7 +292,9 @@ class Session:
 
     def _refuse_good_end(self, stack: Stack, good: Sequence[Observation], bad: Sequence[Observation]) -> None:
         expected = pin_signature(bad, self.probe.check)
-        found = "; ".join(sorted({str(f) for o in good for f in o.failures})) or f"{len(good)} of {len(good)} runs failed"
+        found = (
+            "; ".join(sorted({str(f) for o in good for f in o.failures})) or f"{len(good)} of {len(good)} runs failed"
+        )
         if expected is not None and not any(expected.matches(f) for o in good for f in o.failures):
             raise BisectError(
                 "the good end fails in another way than the bad end, so nothing was measured on it",

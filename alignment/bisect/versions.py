@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import operator
 import re
 
@@ -21,6 +22,7 @@ _COMPARE = {
 }
 
 
+@functools.lru_cache(maxsize=65536)
 def order(version: str) -> tuple:
     """A sort key: PEP 440 versions among each other (``8.2.RC1`` before ``8.2.0``), others by their numbers and
     words.
@@ -61,7 +63,7 @@ def check_requirement(text: str, where: object) -> str:
     try:
         SpecifierSet(text)
     except InvalidSpecifier:
-        if not all(re.fullmatch(r"(==|!=|>=|<=|>|<)\s*\S+", part.strip()) for part in text.split(",")):
+        if not all(re.fullmatch(r"(==|!=|>=|<=|>|<)\s*[^\s=<>!~]\S*", part.strip()) for part in text.split(",")):
             raise InputError(
                 "not a version requirement",
                 where=where,

@@ -118,9 +118,8 @@ def _finding(finding: Finding, repositories: Mapping[str, str]) -> list[str]:
             if commit:
                 said.append(f"The commit is {commit}.")
         if edge.hidden:
-            said.append(
-                f"Inside {edge} {edge.hidden} candidates could not be measured, so this is a range and no single step."
-            )
+            count = f"{edge.hidden} candidate{'s' if edge.hidden > 1 else ''}"
+            said.append(f"Inside {edge} {count} could not be measured, so this is a range and no single step.")
         if edge.pinned:
             said.append("Its components are pinned together and cannot move one by one.")
         if edge.held < 1:

@@ -42,6 +42,9 @@ def run(
     engine: Annotated[str, typer.Option(help="docker, podman or k8s (provider container).")] = "docker",
     npus: Annotated[Optional[str], typer.Option(help="NPUs for containers: 0,1,2,3")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Use the cache of uv only.")] = False,
+    dependencies: Annotated[
+        bool, typer.Option("--dependencies", help="Install what the packages depend on too.")
+    ] = False,
     constraints: Annotated[
         Optional[list[str]], typer.Option(help="Rule files after the shipped ones; `none` drops those before it.")
     ] = None,
@@ -92,6 +95,7 @@ def run(
                 engine,
                 npus,
                 offline,
+                dependencies,
                 constraints,
                 releases,
                 repository,
@@ -162,6 +166,7 @@ def _settings(
     engine,
     npus,
     offline,
+    dependencies,
     constraints,
     releases,
     repository,
@@ -199,7 +204,12 @@ def _settings(
     if kind not in KINDS:
         raise InputError("there is no such provider", where="--provider", expected=", ".join(KINDS), found=kind)
     details = {
-        "venv": {"base": str(base or sys.executable), "extra": extra or [], "offline": offline},
+        "venv": {
+            "base": str(base or sys.executable),
+            "extra": extra or [],
+            "offline": offline,
+            "dependencies": dependencies,
+        },
         "container": {"engine": engine, "npus": _numbers(npus), "python": str(base or "python3")},
         "command": {"activation": activate, "python": str(base or "python3")},
     }

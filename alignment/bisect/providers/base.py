@@ -103,7 +103,8 @@ asked = json.loads(sys.argv[1])
 seen = {}
 for name, (d, m) in asked.items():
     own = name == "python"
-    seen[name] = {"version": platform.python_version() if own else version_of(d), "place": sys.executable if own else place_of(m)}
+    version, place = (platform.python_version(), sys.executable) if own else (version_of(d), place_of(m))
+    seen[name] = {"version": version, "place": place}
 print("\n" + json.dumps(seen))
 """
 
@@ -119,6 +120,8 @@ def look(environment: Environment, stack: Stack) -> dict[str, dict[str, str | No
         component = stack.component(name)
         if not component.external:
             asked[name] = [component.distribution, component.module]
+    if not asked:
+        return {}
     try:
         done = environment.run([environment.python, "-c", _LOOK, json.dumps(asked)], timeout=VERIFY_SECONDS)
     except OSError as error:

@@ -68,6 +68,7 @@ def make_provider(
         base=settings.get("base") or sys.executable,
         extra=tuple(settings.get("extra", ())),
         offline=bool(settings.get("offline")),
+        dependencies=bool(settings.get("dependencies")),
     )
     return (
         venv if kind == "venv" else GitProvider(venv=venv, repositories={n: Path(p) for n, p in repositories.items()})

@@ -37,21 +37,23 @@ class VenvProvider:
 
     ``base`` is the interpreter of an environment whose packages are seen through the new one (torch and everything
     else the stack does not pin, or pins as the base has it): environments stay small. Packages are installed without
-    their dependencies, exactly as pinned. ``extra`` are further requirements for every environment. The installer is
-    first asked to do without the network, so that after the first time none is needed.
+    their dependencies, exactly as pinned, unless ``dependencies`` asks for those. ``extra`` are further requirements
+    for every environment. The installer is first asked to do without the network, so that after the first time none
+    is needed.
     """
 
     directory: Path
     base: str = sys.executable
     extra: tuple[str, ...] = ()
     offline: bool = False
+    dependencies: bool = False
     uv: str | None = field(default_factory=lambda: find_uv())
     name: str = "venv"
 
     @property
     def identity(self) -> str:
         """The base and the extras; what is installed follows from the stack."""
-        return json.dumps([self.name, self.base, list(self.extra)])
+        return json.dumps([self.name, self.base, list(self.extra), self.dependencies])
 
     def prepare(self, stack: Stack, *, slot: int = 0) -> Environment:
         began = time.monotonic()
@@ -80,7 +82,7 @@ class VenvProvider:
     def build(self, stack: Stack, *, suffix: str = "") -> Path:
         """The folder of the environment with the releases of ``stack``, made if it is not there whole."""
         releases = {n: p.version for n, p in sorted(stack.pins.items()) if p.kind == "release"}
-        wanted = json.dumps([releases, self.base, list(self.extra)], sort_keys=True)
+        wanted = json.dumps([releases, self.base, list(self.extra), self.dependencies], sort_keys=True)
         root = self.directory / (hashlib.sha256(wanted.encode()).hexdigest()[:16] + suffix)
         with locked(self.directory / f"{root.name}.lock"):
             if not (root / DONE).is_file():
@@ -117,7 +119,7 @@ class VenvProvider:
             lines = [f"import site; site.addsitedir({p!r})" for p in paths]
             (site_packages(root) / "zz_base.pth").write_text("\n".join(lines) + "\n")
         if install or self.extra:
-            self.install(root, [*install, *self.extra])
+            self.install(root, [*install, *self.extra], dependencies=self.dependencies)
         write_json(root / DONE, {"releases": dict(releases), "shared": shared, "base": paths})
 
     def _ask_base(self, stack: Stack) -> dict:
@@ -135,18 +137,21 @@ class VenvProvider:
         done = self._checked([self.base, "-c", code, json.dumps(asked)], "the base environment gives no answer")
         return json.loads(done.stdout.strip().splitlines()[-1])
 
-    def install(self, root: Path, what: list[str], *, options: tuple[str, ...] = ()) -> None:
-        """Installs requirements without their dependencies; without the network where the cache has them."""
+    def install(
+        self, root: Path, what: list[str], *, options: tuple[str, ...] = (), dependencies: bool = False
+    ) -> None:
+        """Installs requirements, with or without their dependencies; without the network where the cache has them."""
+        options = options if dependencies else ("--no-deps", *options)
         python = str(root / "bin" / "python")
         if self.uv:
-            command = [self.uv, "pip", "install", "--quiet", "--no-deps", "--python", python, *options]
+            command = [self.uv, "pip", "install", "--quiet", "--python", python, *options]
             if self._run([*command, "--offline", *what]).code == 0:
                 return
             if self.offline:
                 raise NotBuilt("build", f"not in the cache, and the network is not to be used: {', '.join(what)}")
             done = self._run([*command, *what])
         else:
-            command = [self.base, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *options]
+            command = [self.base, "-m", "pip", "--python", python, "install", "--quiet", *options]
             done = self._run([*command, *what])
         if done.code != 0:
             raise NotBuilt(

@@ -18,7 +18,10 @@ class Numbered:
 
     def between(self, component, old, new):
         step = 1 if int(new.revision) > int(old.revision) else -1
-        return [*(Pin(kind="git", revision=str(r)) for r in range(int(old.revision) + step, int(new.revision), step)), new]
+        return [
+            *(Pin(kind="git", revision=str(r)) for r in range(int(old.revision) + step, int(new.revision), step)),
+            new,
+        ]
 
 
 def stack(*places: int, name: str = "") -> Stack:
@@ -32,7 +35,9 @@ def places(one: Stack) -> dict[str, int]:
 
 
 class SimulatedLab:
-    """``value`` of the numbers: up to 0.25 good, from 0.75 bad, None unmeasurable. ``flaky`` stacks say the other thing first."""
+    """``value`` of the numbers: up to 0.25 good, from 0.75 bad, None unmeasurable. ``flaky`` stacks say the other
+    thing first.
+    """
 
     rates = None
 

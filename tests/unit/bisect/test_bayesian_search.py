@@ -23,7 +23,9 @@ def sampler(culprit: int, rate: float, seed: int, counted: list):
 def test_a_lying_test_still_names_the_culprit():
     right, counted = 0, []
     for seed in range(60):
-        low, high, held = search_noisy(list(range(65)), sampler(41, 0.05, seed, counted), Rates(false_bad=0.09, false_good=0.09))
+        low, high, held = search_noisy(
+            list(range(65)), sampler(41, 0.05, seed, counted), Rates(false_bad=0.09, false_good=0.09)
+        )
         right += (low, high) == (41, 42)
         assert held >= CONFIDENCE
     # The posterior promises 95 %; 60 seeds at that rate fall below 52 with a chance of 0.5 %.

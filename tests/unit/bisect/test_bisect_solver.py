@@ -1,4 +1,6 @@
-"""The whole search on simulated stacks: every kind of cause, its proof, and what is said when no single step can be named."""
+"""The whole search on simulated stacks: every kind of cause, its proof, and what is said when no single step can be
+named.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,16 @@ def test_one_culprit_is_named_and_confirmed_both_ways():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    days=st.integers(2, 40), name=st.sampled_from(NAMES), at=st.integers(1, 10_000), skip=st.integers(0, 5), salt=st.integers(0, 99)
+    days=st.integers(2, 40),
+    name=st.sampled_from(NAMES),
+    at=st.integers(1, 10_000),
+    skip=st.integers(0, 5),
+    salt=st.integers(0, 99),
 )
 def test_the_cause_is_never_lost_and_the_bound_holds(days, name, at, skip, salt):
-    """Whatever cannot be measured: the reported step always holds the true commit, and the search stays within its bound."""
+    """Whatever cannot be measured: the reported step always holds the true commit, and the search stays within its
+    bound.
+    """
     line = line_of(days)
     last = places(line[-1])
     commit = 1 + at % last[name]
@@ -133,7 +141,9 @@ def test_pins_that_move_together_are_one_step():
     def feasible(at):
         return at["a"] == at["b"]
 
-    lab = SimulatedLab(lambda at: float(at["a"] >= 1) if feasible(at) else pytest.fail("an infeasible stack was probed"))
+    lab = SimulatedLab(
+        lambda at: float(at["a"] >= 1) if feasible(at) else pytest.fail("an infeasible stack was probed")
+    )
     constraints = Constraints((rule, Rule(id="back", when={"b": "1"}, require={"a": "1"}, source="test")))
     line = [_with_versions(stack(0, 0, 0, 0)), _with_versions(stack(1, 1, 1, 1))]
     answer = lab.search(line, constraints=constraints)
@@ -149,7 +159,9 @@ def _with_versions(one):
 
 
 def test_a_flaky_commit_is_noticed_and_gone_round():
-    """Commit 30 says the other thing the first time: the search goes wrong there, measures again, and finds commit 50."""
+    """Commit 30 says the other thing the first time: the search goes wrong there, measures again, and finds commit
+    50.
+    """
     lab = SimulatedLab(lambda at: float(at["b"] >= 50), flaky=lambda at: at["b"] == 30)
     answer = lab.search([stack(0, 0, 0, 0), stack(0, 60, 0, 0)])
     assert named(answer) == [[("b", "50")]]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from alignment.bisect.ddmin import ddmin
 from hypothesis import given
 from hypothesis import strategies as st
+
+from alignment.bisect.ddmin import ddmin
 
 
 @given(st.sets(st.integers(0, 15), min_size=1, max_size=5))

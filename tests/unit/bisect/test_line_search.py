@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from alignment.bisect.line_search import Step, choose, rounds
 from bisect_lab import stack
 from hypothesis import given
 from hypothesis import strategies as st
+
+from alignment.bisect.line_search import Step, choose, rounds
 
 
 def test_one_place_is_the_middle():
