@@ -12,11 +12,14 @@ together in ``<key>.json``.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from alignment.capture.readers import json_stream
 from alignment.capture.readers.arrays import StoredArray
@@ -27,6 +30,8 @@ from alignment.capture.record import Statistics, TensorRow
 from alignment.errors import InputError
 
 DATA, DATA_STAGE = "data", "data"
+OF_ROLLOUT = frozenset({"responses", "prompts", "input_ids", "attention_mask", "position_ids"})
+"""Keys whose rows are the samples of one generation round."""
 LAYER_STAGES = (
     "actor_generate_sequences",
     "actor_compute_log_prob",
@@ -107,12 +112,16 @@ class CollectorDump:
                 raise InputError("the collector dumped no such stage", where=self.root, found=stage)
             yield from self._layers[stage].rows(step, stage, rank)
             return
-        for order, datum in enumerate(self.key_data(step, rank)):
+        data = self.key_data(step, rank)
+        keys = _sample_keys(data)
+        for order, datum in enumerate(data):
             array = read_npy(datum.path)
+            named = keys.get((datum.micro_step, datum.index)) if datum.key in OF_ROLLOUT else None
             yield TensorRow(
                 module=datum.key, class_name="", kind="value", direction="forward", call=datum.micro_step,
                 role="output", path=f"{datum.key}.{datum.index}" if datum.index else datum.key, order=order, parent="",
                 dtype=array.dtype, shape=array.shape, statistics=_statistics(datum, array), load_tensor=array.load,
+                keys=named if named is not None and array.shape[:1] == (len(named),) else None,
             )  # fmt: skip
 
 
@@ -134,6 +143,31 @@ def _data_folders(root: Path) -> dict[str, dict[int, dict[int, Path]]]:
         if steps:
             found[folder.name] = steps
     return found
+
+
+def _sample_keys(data: list[KeyDatum]) -> dict[tuple[int, int], tuple[str, ...]]:
+    """By micro step and index, a name for every sample: its prompt's tokens, and which sample of the prompt it is.
+
+    Two devices that ask the same prompts in another order are paired by them.
+    """
+    arrays = {(d.key, d.micro_step, d.index): d for d in data if d.key in ("prompts", "attention_mask")}
+    named: dict[tuple[int, int], tuple[str, ...]] = {}
+    for (key, *place), datum in arrays.items():
+        prompts = read_npy(datum.path).load() if key == "prompts" else np.empty(0)
+        if prompts.ndim != 2 or prompts.dtype.kind not in "iu":
+            continue
+        mask = arrays.get(("attention_mask", *place))
+        kept = None if mask is None else read_npy(mask.path).load()
+        fits = kept is not None and kept.ndim == 2 and len(kept) == len(prompts) and kept.shape[1] >= prompts.shape[1]
+        met: dict[str, int] = {}
+        names = []
+        for i, row in enumerate(prompts.astype(np.int64)):
+            real = row[kept[i, : prompts.shape[1]] != 0] if fits else row
+            name = hashlib.sha256(np.ascontiguousarray(real).tobytes()).hexdigest()[:16]
+            names.append(f"{name}-{met.setdefault(name, 0)}")
+            met[name] += 1
+        named[tuple(place)] = tuple(names)
+    return named
 
 
 def _stored(key: str, folder: Path) -> list[KeyDatum]:

@@ -141,7 +141,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _subclassed(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """A tensor of a subclass: its plain tensor, or the parts of one whose layout is not known here (a nested tensor)."""
+    """A tensor of a subclass: its plain tensor, or the parts of one whose layout is unknown here (a nested tensor)."""
     if type(function) is not Name or type(arguments) is not tuple:
         raise InputError("a tensor that is made in an unknown way", where="torch file", found=str(function)[:80])
     call = _KNOWN.get(str(function))

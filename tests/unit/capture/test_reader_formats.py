@@ -234,6 +234,27 @@ def test_every_spelling_of_key_data_is_read(tmp_path):
     assert rows_of(reader, 0, "actor_update")["layers.0.proj"].class_name == "Linear"
 
 
+def test_samples_of_key_data_are_named_by_their_prompts(tmp_path):
+    from alignment.capture.collector_data import write_key_data
+
+    tokens = np.array([[0, 5, 6], [0, 5, 6], [0, 0, 7]])
+    wide = np.pad(tokens, ((0, 0), (2, 0)), constant_values=9)  # another width, other padding, another order
+    for root, prompts, order in (("a", tokens, [0, 1, 2]), ("b", wide, [2, 0, 1])):
+        mask = np.concatenate([np.isin(prompts, (5, 6, 7)), np.ones((3, 2), bool)], axis=1).astype(np.int64)
+        values = {
+            "prompts": prompts[order],
+            "attention_mask": mask[order],
+            "responses": np.arange(6).reshape(3, 2)[order],
+        }
+        values["old_log_probs"] = np.zeros((3, 2), np.float32)
+        write_key_data(tmp_path / root, values, step=0, rank=0, micro_step=0)
+    one, other = (rows_of(CollectorDump(tmp_path / root), 0, "data") for root in "ab")
+    assert len(set(one["responses"].keys)) == 3 and one["old_log_probs"].keys is None
+    place = [other["responses"].keys.index(key) for key in one["responses"].keys]
+    assert place == [1, 2, 0]
+    np.testing.assert_array_equal(other["responses"].tensor()[place], one["responses"].tensor())
+
+
 def test_a_stranger_among_key_data_is_an_error(tmp_path):
     root = capture_samples.collector(tmp_path)
     folder = root / "data" / "prompts" / "step0" / "rank0" / "micro_step0"
