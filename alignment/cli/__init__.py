@@ -16,6 +16,7 @@ from alignment.cli import (
     checks,
     compare,
     environment,
+    experiments,
     gkd,
     memory,
     report,
@@ -36,6 +37,8 @@ app.command("read-verl")(verl.read_verl)
 app.command("compare")(compare.compare)
 app.command("compare-engines")(environment.compare_engines_command)
 app.command("audit")(audit.audit)
+app.command("replay")(experiments.replay)
+app.command("ablate")(experiments.ablate)
 app.command("report")(report.report)
 app.command("triage")(triage.triage)
 app.command("stress")(stress.stress)

@@ -1,0 +1,160 @@
+"""Experiments on runs: what a change does to the curve, and how far a replay drifts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from alignment.cli.options import (
+    RUNS,
+    ConfigOption,
+    DeviceOption,
+    EmulateOption,
+    FaultOption,
+    JsonOption,
+    Overrides,
+    RunDirOption,
+    console_on,
+    find_device,
+    one_thread,
+)
+from alignment.errors import InputError
+from alignment.numerics.verdict import ALIGNED
+
+
+def ablate(
+    factor: Annotated[list[str], typer.Option(metavar="NAME:KEY=VALUE,...", help="A change to judge (repeatable).")],
+    overrides: Overrides = None,
+    config: ConfigOption = "dapo-tiny",
+    full: Annotated[bool, typer.Option(help="Every combination of the factors, with interactions.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; each is used for every setting.")] = 3,
+    metric: Annotated[str, typer.Option(help="The curve whose level is compared.")] = "reward/before_filter",
+    device: DeviceOption = "auto",
+    run_dir: RunDirOption = None,
+    emulate_npu: EmulateOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The effect of each change on the curve with an interval: one at a time, or every combination, on shared prompts."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from alignment.baseline.runs import torch_name
+    from alignment.diagnose.ablation import curve_level, effects, parse_factor, run_designs
+    from alignment.report.progress import training_progress
+    from alignment.report.run_directory import new_run_directory
+    from alignment.rl.config import load_config
+    from alignment.rl.run import run_dapo
+
+    factors = [parse_factor(text) for text in factor]
+    common = [*(overrides or ()), "trainer.save_freq=0", "trainer.resume_mode=disable"]
+    for one in factors:
+        load_config(config, [*common, *one.overrides])  # what cannot work is refused before the first run
+    chosen = find_device(device, emulate_npu)
+    directory, console = run_dir or new_run_directory(RUNS), console_on(as_json)
+
+    def level(setting: frozenset[str], changes: tuple[str, ...], seed: int) -> float:
+        settings = load_config(config, [*common, *changes, f"trainer.seed={seed}"])
+        where = directory / ("+".join(sorted(setting)) or "base") / f"seed-{seed}"
+        run = run_dapo(settings, run_dir=where, device=torch_name(chosen), progress=progress)
+        if any(metric not in row for row in run.metrics):
+            raise InputError("the run has no such metric", where="--metric", found=metric)
+        return curve_level([row[metric] for row in run.metrics])
+
+    numbers = list(range(1, seeds + 1))
+    with one_thread(), training_progress(console, quiet=as_json) as progress:
+        levels = run_designs(factors, numbers, full=full, level=level)
+    found = effects(factors, numbers, levels, full=full)
+    if as_json:
+        rows = [{"factors": sorted(s), "seed": seed, "level": value} for (s, seed), value in levels.items()]
+        print(
+            json.dumps(
+                {"run": str(directory), "metric": metric, "effects": [e.to_dict() for e in found], "levels": rows}
+            )
+        )
+        raise typer.Exit(ALIGNED)
+    table = Table(
+        "factor", f"effect on {metric}", "95 % interval", "decided", box=None, pad_edge=False, header_style="bold"
+    )
+    for effect in found:
+        interval = f"{effect.low:+.4f} … {effect.high:+.4f}" if effect.seeds > 1 else "one seed"
+        table.add_row(escape(effect.name), f"{effect.value:+.4f}", interval, "yes" if effect.decided else "no")
+    console.print(table)
+    console.print(f"{len(levels)} runs; everything of them: {directory}", markup=False, highlight=False)
+    raise typer.Exit(ALIGNED)
+
+
+def replay(
+    overrides: Overrides = None,
+    config: ConfigOption = "dapo-tiny",
+    steps: Annotated[int, typer.Option(min=1, help="Replayed steps.")] = 20,
+    record: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="A run with rollout.skip.enable=true on the trusted device; one is made on the CPU otherwise."
+        ),
+    ] = None,
+    perturbations: Annotated[int, typer.Option(min=0, help="Replays from weights moved by one ulp: the noise.")] = 3,
+    device: DeviceOption = "auto",
+    run_dir: RunDirOption = None,
+    emulate_npu: EmulateOption = False,
+    fault: FaultOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Mean relative loss error over replayed steps, beside the field's 1 % and the measured envelope; exit 1 outside."""
+    from alignment.baseline.runs import torch_name
+    from alignment.diagnose.long_replay import BAR, long_replay
+    from alignment.faults.injection import active
+    from alignment.report.run_directory import new_run_directory
+    from alignment.rl.config import load_config
+    from alignment.rl.run import read_run, run_dapo
+
+    common = [
+        *(overrides or ()),
+        "trainer.save_freq=0",
+        "trainer.resume_mode=disable",
+        f"trainer.total_training_steps={steps}",
+    ]
+    settings = load_config(config, common)
+    chosen = find_device(device, emulate_npu)
+    directory, console = run_dir or new_run_directory(RUNS), console_on(True)
+    with one_thread(), console.status("recording") as status:
+        if record is None:
+            record = directory / "record"
+            recording = load_config(config, [*common, "actor_rollout_ref.rollout.skip.enable=true"])
+            run_dapo(recording, run_dir=record, device="cpu")
+        reference = read_run(record).metrics
+        with active(fault or []):
+            found = long_replay(
+                settings,
+                record=_recorded(record),
+                reference=reference,
+                run_dir=directory,
+                steps=steps,
+                device=torch_name(chosen),
+                perturbations=range(1, perturbations + 1),
+                progress=status.update,
+            )
+    if as_json:
+        print(json.dumps({"device": chosen.label, **found.to_dict()}, indent=1))
+    else:
+        print(
+            f"mean relative error over {found.steps} replayed steps on {chosen.label} (bar of the field for the loss: {BAR:.0%})"
+        )
+        for drift in found.drifts:
+            noise = f"envelope {drift.envelope:.2e}" if drift.envelope is not None else "noise not measured"
+            where = f"largest in step {drift.worst_step}: {drift.worst_error:.2e}"
+            print(f"  {drift.metric}: {drift.error:.2e}, {noise}, {'within' if drift.within else 'OUTSIDE'}; {where}")
+        print(f"everything of this: {directory}")
+    raise typer.Exit(found.exit_code)
+
+
+def _recorded(run: Path) -> Path:
+    """Where the rollouts of a run are, by its own configuration."""
+    from alignment.files import read_json
+    from alignment.rl.config import flatten
+    from alignment.rl.run import CONFIG
+
+    return run / flatten(read_json(run / CONFIG))["actor_rollout_ref.rollout.skip.dump_dir"]

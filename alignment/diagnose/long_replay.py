@@ -1,0 +1,135 @@
+"""The figure the field quotes: mean relative loss error over many replayed steps, beside what noise alone makes of it.
+
+Both sides train on the same recorded tokens, so their losses may differ by rounding only, which training amplifies. The
+bar of the field, 1 % over 2 000 steps, says what is usable; the measured envelope says what this model and this many
+steps can do by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from alignment.errors import InputError
+from alignment.numerics.budget import ENVELOPE_FACTOR
+from alignment.numerics.verdict import ALIGNED, MISALIGNED
+from alignment.rl.config import TrainConfig
+from alignment.rl.run import RunResult, replay_steps
+
+BAR = 0.01
+"""Mean relative loss error over 2 000 steps that the DeepSeek-V3 report takes as aligned."""
+
+METRICS = ("actor/loss", "actor/grad_norm")
+"""The loss is what the field quotes. With one update per step the ratio is 1 and the loss does not depend on the weights
+at all, so the gradient norm, which always does, is held to its own envelope beside it."""
+
+Rows = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Σ|Δ| / Σ|reference| of a metric over a replay, the same of perturbed replays, and where it was largest."""
+
+    metric: str
+    error: float
+    noise: tuple[float, ...]
+    worst_step: int
+    worst_error: float
+
+    @property
+    def envelope(self) -> float | None:
+        """The largest error of a perturbed replay times the factor of every envelope; None where noise is not known."""
+        return ENVELOPE_FACTOR * max(self.noise) if self.noise else None
+
+    @property
+    def within(self) -> bool:
+        """Inside the envelope, and for the loss under the field's bar."""
+        quoted = self.metric != METRICS[0] or self.error <= BAR
+        return quoted and (self.envelope is None or self.error <= self.envelope)
+
+    def to_dict(self) -> dict:
+        return {**asdict(self), "envelope": self.envelope, "within": self.within}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongReplay:
+    """How far a replay drifted over ``steps``, one :class:`Drift` per metric."""
+
+    steps: int
+    drifts: tuple[Drift, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return ALIGNED if all(drift.within for drift in self.drifts) else MISALIGNED
+
+    def to_dict(self) -> dict:
+        loss = self.drifts[0]
+        return {
+            "steps": self.steps,
+            "error": loss.error,
+            "bar": BAR,
+            "exit_code": self.exit_code,
+            "drifts": [drift.to_dict() for drift in self.drifts],
+        }
+
+
+def relative_error(found: Rows, reference: Rows, *, metric: str = METRICS[0]) -> tuple[float, int, float]:
+    """Σ|Δ| / Σ|reference| over the steps, the step with the largest |Δ|, and that over the mean |reference|.
+
+    The ratio of sums and not the mean of ratios: a policy loss passes through zero.
+
+    Raises:
+        InputError: other steps, or a reference that is 0 throughout.
+    """
+    steps = [int(row["step"]) for row in reference]
+    if not steps or [int(row["step"]) for row in found] != steps:
+        raise InputError(
+            "the runs have other steps", where="replay", expected=f"{len(steps)} steps", found=f"{len(found)} steps"
+        )
+    size = sum(abs(row[metric]) for row in reference)
+    if not size:
+        raise InputError("the reference is 0 throughout", where=metric, expected="values other than 0")
+    differences = [abs(a[metric] - b[metric]) for a, b in zip(found, reference, strict=True)]
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    return sum(differences) / size, steps[worst], differences[worst] * len(steps) / size
+
+
+def long_replay(
+    config: TrainConfig,
+    *,
+    record: Path,
+    reference: Rows,
+    run_dir: Path,
+    steps: int,
+    device: str | None = None,
+    perturbations: Sequence[int] = (1, 2, 3),
+    progress: Callable[[str], None] = lambda line: None,
+) -> LongReplay:
+    """Replays ``record`` as ``config`` says, and as often again as there are ``perturbations`` of one ulp.
+
+    Args:
+        reference: one row of metrics per recorded step, of the device that is trusted.
+
+    Raises:
+        InputError: fewer recorded steps than asked for.
+    """
+    if len(reference) < steps:
+        raise InputError("fewer steps were recorded", where=record, expected=f"{steps}", found=len(reference))
+    reference = reference[:steps]
+
+    def replay(name: str, perturbation: int | None) -> RunResult:
+        progress(name)
+        return replay_steps(
+            config, record=record, run_dir=run_dir / name, device=device, steps=steps, perturbation=perturbation
+        )
+
+    own = replay("replay", None).metrics
+    # Noise is measured against the replay it perturbs, on the device that is judged.
+    perturbed = [replay(f"ulp-{seed}", seed).metrics for seed in perturbations]
+    drifts = []
+    for metric in METRICS:
+        error, worst_step, worst_error = relative_error(own, reference, metric=metric)
+        noise = tuple(relative_error(rows, own, metric=metric)[0] for rows in perturbed)
+        drifts.append(Drift(metric=metric, error=error, noise=noise, worst_step=worst_step, worst_error=worst_error))
+    return LongReplay(steps=steps, drifts=tuple(drifts))

@@ -1,0 +1,86 @@
+"""Mean relative loss error over replayed steps: what it is, what noise makes of it, and what a fault does to it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import deliberate_faults
+import pytest
+from typer.testing import CliRunner
+
+from alignment.cli import app
+from alignment.diagnose.long_replay import BAR, relative_error
+from alignment.errors import InputError
+
+FAULTS = Path(deliberate_faults.__file__)
+
+
+def rows(*losses: float) -> list[dict[str, float]]:
+    return [{"step": i, "actor/loss": loss} for i, loss in enumerate(losses, 1)]
+
+
+def test_the_error_is_a_ratio_of_sums():
+    """A loss that passes through zero does not make it infinite."""
+    error, step, worst = relative_error(rows(1.0, 0.1, -2.0), rows(1.0, 0.0, -2.3))
+    assert error == pytest.approx(0.4 / 3.3)
+    assert (step, worst) == (3, pytest.approx(0.3 * 3 / 3.3))
+
+
+def test_other_steps_and_no_loss_are_refused():
+    with pytest.raises(InputError, match="other steps"):
+        relative_error(rows(1.0), rows(1.0, 2.0))
+    with pytest.raises(InputError, match="0 throughout"):
+        relative_error(rows(0.0), rows(0.0))
+
+
+def replayed(tmp_path, *arguments: str):
+    command = [
+        "replay",
+        "--steps",
+        "3",
+        "--device",
+        "cpu",
+        "--perturbations",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--json",
+    ]
+    return CliRunner().invoke(app, [*command, *arguments])
+
+
+def test_a_replay_of_the_same_device_is_inside_and_a_fault_is_outside(tmp_path):
+    inside = replayed(tmp_path)
+    assert inside.exit_code == 0, inside.output
+    told = json.loads(inside.stdout)
+    norm = told["drifts"][1]
+    assert told["error"] == norm["error"] == 0.0 and 0.0 < norm["envelope"] < BAR
+    outside = replayed(
+        tmp_path / "faulty", "--record", str(tmp_path / "run" / "record"),
+        "--fault", f"{FAULTS}:softmax_scale_of_value_width",
+    )  # fmt: skip
+    assert outside.exit_code == 1, outside.output
+    loss, norm = json.loads(outside.stdout)["drifts"]
+    # One update per step: the ratio is 1, so the loss alone would have passed this.
+    assert loss["within"] and norm["error"] > norm["envelope"]
+
+
+def test_fewer_recorded_steps_than_asked_for(tmp_path):
+    made = replayed(tmp_path, "--perturbations", "0")
+    assert made.exit_code == 0, made.output
+    short = CliRunner().invoke(
+        app,
+        [
+            "replay",
+            "--steps",
+            "9",
+            "--device",
+            "cpu",
+            "--record",
+            str(tmp_path / "run" / "record"),
+            "--run-dir",
+            str(tmp_path / "more"),
+        ],
+    )
+    assert isinstance(short.exception, InputError) and "fewer steps were recorded" in str(short.exception)
