@@ -20,6 +20,7 @@ from pathlib import Path
 
 from alignment.backends import verl_platform, vllm_cpu
 from alignment.errors import InputError, UnavailableError
+from alignment.files import read_json
 from alignment.rl.config import TrainConfig, flatten, load_config
 from alignment.rl.driver import Progress, Silence
 from alignment.rl.run import RunResult, located, read_run
@@ -164,6 +165,9 @@ def fitting(config: TrainConfig, run_dir: Path, *, device: str) -> TrainConfig:
     from alignment.weights.checkpoint import load_config as load_model_config
 
     source = Path(config.actor_rollout_ref.model.path)
+    if not str(read_json(source / "config.json").get("model_type", "")).startswith("deepseek"):
+        # Another architecture is verl's and vLLM's own affair.
+        return config
     model = load_model_config(source)
     try:
         check_supported(model, where=source)

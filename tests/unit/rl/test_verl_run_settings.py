@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import types
@@ -78,6 +79,18 @@ def test_narrow_heads_are_widened_on_the_cpu_and_refused_elsewhere(tmp_path):
     assert fitting(fitted, tmp_path / "again", device="cuda") == fitted, "a model that fits stays"
     with pytest.raises(InputError, match="do not support these head widths.*expected kv_lora_rank 512"):
         fitting(config, tmp_path / "other", device="cuda")
+
+
+def test_a_model_of_another_architecture_is_left_to_verl(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
+    config = compose("dapo-tiny", device="cpu", run_dir=tmp_path)[1]
+    policy = dataclasses.replace(
+        config.actor_rollout_ref,
+        model=dataclasses.replace(config.actor_rollout_ref.model, path=str(tmp_path / "llama")),
+    )
+    llama = dataclasses.replace(config, actor_rollout_ref=policy)
+    assert fitting(llama, tmp_path / "run", device="cuda") == llama
 
 
 def test_the_environment_keeps_the_users_modules_and_adds_the_cpu_where_it_is_needed(tmp_path, monkeypatch):
