@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from alignment.capture.leaves import call_leaves, output_leaves
+from alignment.capture.record import Shard
 from alignment.capture.reduction import Reduced
 from alignment.capture.samples import samples_of_call
-from alignment.capture.shards import activation_shard, local_tensor, parameter_shard
+from alignment.capture.shards import activation_shard, global_names, local_tensor, parameter_shard
 from alignment.capture.stage import StageRecord
 
 
@@ -90,14 +91,15 @@ class ModuleHooks:
         """Registers the hooks."""
         containers = (nn.ModuleList, nn.ModuleDict)
         modules = dict(self.model.named_modules())
+        names = global_names(self.model)
         for name, module in modules.items():
             if isinstance(module, containers):
                 continue
-            whole = ".".join(filter(None, (self.prefix, name)))
+            whole = ".".join(filter(None, (self.prefix, names[name])))
             root = module is self.model
             if not root and not self.takes(whole):
                 continue
-            hooked = HookedModule(whole, type(module).__name__, self._parent(name, modules), module)
+            hooked = HookedModule(whole, type(module).__name__, self._parent(name, modules, names), module)
             taken = self.takes(whole)
             self._handles.append(
                 module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
@@ -187,7 +189,7 @@ class ModuleHooks:
                 graph = self.backward and taken and self.modules and torch.is_grad_enabled()
                 found_inputs = call_leaves(args, kwargs) if records or graph else []
                 inputs = [
-                    (path, t, self._reduce(hooked, "input", path, t) if records else None) for path, t in found_inputs
+                    (path, t, self._reduce(hooked, path, t) if records else None) for path, t in found_inputs
                 ]
                 targets = []
                 if graph:
@@ -220,7 +222,7 @@ class ModuleHooks:
                     for path, t, reduced in frame.inputs:
                         self._row(frame, "forward", "input", path, t, reduced)
                     for path, t in results:
-                        self._row(frame, "forward", "output", path, t, self._reduce(hooked, "output", path, t))
+                        self._row(frame, "forward", "output", path, t, self._reduce(hooked, path, t))
                 if self.parameters and torch._C._current_graph_task_id() == -1:
                     self._record_parameters(hooked)
                 if self.backward and self.modules and torch.is_grad_enabled():
@@ -228,15 +230,18 @@ class ModuleHooks:
 
         return hook
 
-    def _reduce(self, hooked: HookedModule, role: str, path: str, t: Tensor) -> Reduced:
-        shard = activation_shard(hooked.module, role, path, t)
-        return self.record.reduce(local_tensor(t), shard=shard)
+    def _reduce(self, hooked: HookedModule, path: str, t: Tensor) -> Reduced:
+        return self.record.reduce(local_tensor(t), shard=self._shard(hooked, path, t))
+
+    def _shard(self, hooked: HookedModule, path: str, t: Tensor) -> Shard | None:
+        samples = self.record.samples
+        return activation_shard(hooked.module, path, t, None if samples is None else samples.shape)
 
     def _row(self, frame: _Frame, direction: str, role: str, path: str, t: Tensor, reduced: Reduced) -> None:
         hooked = frame.hooked
         self.record.row(
             hooked.name, hooked.class_name, "module", direction, frame.call, role, path, hooked.parent, t, reduced,
-            activation_shard(hooked.module, "input" if path.startswith(("args", "kwargs")) else "output", path, t),
+            self._shard(hooked, path, t),
         )  # fmt: skip
 
     def _record_parameters(self, hooked: HookedModule) -> None:
@@ -247,7 +252,7 @@ class ModuleHooks:
             if not self.record.first_time(name, parameter):
                 continue
             t = local_tensor(parameter)
-            shard = parameter_shard(parameter)
+            shard = parameter_shard(parameter, hooked.module)
             self.record.row(
                 name, "", "parameter", "forward", 0, "input", local, hooked.name, t,
                 self.record.reduce(t, shard=shard, by_sample=False), shard,
@@ -263,7 +268,7 @@ class ModuleHooks:
             if gradient is None or not self.record.active:
                 return
             with self.record.own_work():
-                t, shard = local_tensor(gradient), parameter_shard(parameter)
+                t, shard = local_tensor(gradient), parameter_shard(parameter, hooked.module)
                 call = self.record.next_call(f"{name}\0gradient")
                 self.record.row(
                     name, "", "parameter_gradient", "backward", call, "output", local, hooked.name, t,
@@ -323,8 +328,7 @@ class ModuleHooks:
         record = self.record
         with record.own_work():
             before = record.set_samples(samples)
-            forward_role = "input" if path.startswith(("args", "kwargs")) else "output"
-            reduced = self._reduce(frame.hooked, forward_role, path, gradient)
+            reduced = self._reduce(frame.hooked, path, gradient)
             self._row(frame, "backward", role, path, gradient, reduced)
             record.set_samples(before)
 
@@ -334,13 +338,13 @@ class ModuleHooks:
     def closed(self, key: tuple) -> None:
         self._open_sums.pop(key, None)
 
-    def _parent(self, name: str, modules: dict[str, nn.Module]) -> str:
+    def _parent(self, name: str, modules: dict[str, nn.Module], names: dict[str, str]) -> str:
         parts = name.split(".")[:-1] if name else []
         while parts and isinstance(modules.get(".".join(parts)), (nn.ModuleList, nn.ModuleDict)):
             parts.pop()
         if not name:
             return ""
-        return ".".join(filter(None, (self.prefix, *parts)))
+        return ".".join(filter(None, (self.prefix, names[".".join(parts)])))
 
 
 class _Contribution:

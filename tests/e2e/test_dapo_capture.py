@@ -152,7 +152,7 @@ def test_every_rank_writes_its_share(world, whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_shards_of_fsdp_add_up_to_the_golden_engines_parameters(world, whole, tmp_path):
+def test_fsdp_is_captured_under_the_names_of_the_checkpoint(world, whole, tmp_path):
     pytest.importorskip("transformers")
     chosen = CaptureConfig(stages=("old_log_prob", "update_actor"))
     run, reader = captured(
@@ -163,19 +163,12 @@ def test_shards_of_fsdp_add_up_to_the_golden_engines_parameters(world, whole, tm
     for row in rows(reader, 1, "update_actor", kind="parameter_gradient", call=0):
         assert row.shape == golden[row.module].shape
     assert {r.module for r in rows(reader, 1, "update_actor", kind="parameter_gradient")} == set(golden)
-    shards = [
-        {r.module: r for r in rows(reader, 1, "old_log_prob", rank, kind="parameter") if r.shard} for rank in (0, 1)
-    ]
-    whole_rows = {r.module: r for r in rows(whole[1], 1, "old_log_prob", kind="parameter")}
-    compared = 0
-    for name, first in shards[0].items():
-        if name in whole_rows and name in shards[1]:
-            second, reference = shards[1][name], whole_rows[name]
-            assert first.shard.length + second.shard.length == first.shard.whole == reference.shape[first.shard.dim]
-            total = first.sketch() + second.sketch()
-            assert np.linalg.norm(total - reference.sketch()) <= 64 * EPS * reference.statistics.l2
-            compared += 1
-    assert compared
+    # While a module runs, FSDP2 holds its parameters whole: what was computed with is what is captured.
+    expected = {r.module: r for r in rows(whole[1], 1, "old_log_prob", kind="parameter")}
+    found = {r.module: r for r in rows(reader, 1, "old_log_prob", 1, kind="parameter") if r.module in expected}
+    assert len(found) > len(expected) / 2
+    for name, row in found.items():
+        assert row.shard is None and np.array_equal(row.sketch(), expected[name].sketch())
     assert all(math.isfinite(m["actor/loss"]) for m in run.metrics)
 
 
