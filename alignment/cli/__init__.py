@@ -18,6 +18,7 @@ from alignment.cli import (
     environment,
     experiments,
     gkd,
+    history,
     memory,
     report,
     stress,
@@ -47,6 +48,7 @@ app.add_typer(baseline.baseline_app, name="baseline")
 app.add_typer(bisect.bisect_app, name="bisect")
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
 app.add_typer(memory.memory_app, name="memory")
+app.add_typer(history.history_app, name="history")
 
 
 def main() -> None:

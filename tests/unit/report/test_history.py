@@ -1,0 +1,209 @@
+"""The nights: calls, false alarms, drift, flakiness and quarantine."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from datetime import date, timedelta
+
+import pytest
+from typer.testing import CliRunner
+
+from alignment.cli import app
+from alignment.errors import InputError
+from alignment.files import write_json
+from alignment.numerics.verdict import Measure, Outcome, Verdict
+from alignment.report.history import History
+from alignment.report.run_directory import write_verdicts
+
+CHECKS = ("unit/rope", "unit/router", "e2e/curve.dapo")
+FIRST = date(2026, 1, 1)
+
+
+def verdict(check: str, outcome: Outcome = Outcome.PASS, used: float = 0.4) -> Verdict:
+    measures = (Measure(name="relative_l2", value=used, bound=1.0),)
+    return Verdict(
+        check=check, layer=check.partition("/")[0], stage="operator", subject="torch", device="npu", outcome=outcome,
+        reason="", measures=measures,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def nights(tmp_path):
+    """Adds nights one after the other; ``red`` checks fail, ``used`` is by check."""
+    history = History(tmp_path / "history.sqlite")
+    count = iter(range(10_000))
+
+    def add(*, red=(), used=None, commit="c0ffee", checks=CHECKS, chip="910B", outcome=Outcome.FAIL, packages=None):
+        number = next(count)
+        run = tmp_path / f"night-{number:03d}"
+        told = [verdict(c, outcome if c in red else Outcome.PASS, (used or {}).get(c, 0.4)) for c in checks]
+        write_verdicts(run, told)
+        day = FIRST + timedelta(days=number)
+        about = {"date": f"{day}T02:00", "commit": commit, "fingerprint": {"chip": chip}, "packages": packages or {}}
+        write_json(run / "provenance.json", about)
+        return history.add(run)
+
+    return history, add
+
+
+def test_a_quiet_night_is_ignored_and_a_new_red_one_pages(nights):
+    history, add = nights
+    add(commit="a")
+    assert history.call().action == "ignore"
+    add(red=("unit/rope",), commit="b")
+    call = history.call()
+    assert (call.action, call.new, call.known) == ("page", ("unit/rope",), ())
+    add(red=("unit/rope",), commit="c")
+    call = history.call()
+    assert (call.action, call.new, call.known) == ("warn", (), ("unit/rope",))
+    add(red=("unit/rope", "unit/router"), commit="d")
+    assert history.call().new == ("unit/router",)
+
+
+def test_errors_page_and_inconclusive_nights_warn(nights):
+    history, add = nights
+    add(red=("unit/rope",), outcome=Outcome.ERROR)
+    assert history.call().action == "page"
+    add(red=("unit/router",), outcome=Outcome.INCONCLUSIVE, commit="b")
+    assert history.call().action == "warn"
+
+
+def test_quarantine_keeps_a_check_out_of_the_call_and_ends(nights):
+    history, add = nights
+    add(red=("unit/rope",))
+    today = date(2026, 2, 1)
+    history.quarantine("unit/rope", until=today + timedelta(days=7), reason="driver bug 12, Wei", today=today)
+    call = history.call(today=today)
+    assert (call.action, call.quarantined, call.new) == ("ignore", ("unit/rope",), ())
+    assert history.call(today=today + timedelta(days=8)).action == "page"
+    for until, reason in ((today, "why"), (today + timedelta(days=31), "why"), (today + timedelta(days=1), " ")):
+        with pytest.raises(InputError, match="a quarantine"):
+            history.quarantine("unit/rope", until=until, reason=reason, today=today)
+
+
+def test_another_verdict_on_the_same_stack_is_flaky_and_never_green(nights):
+    history, add = nights
+    add(red=("unit/router",))
+    add()
+    call = history.call()
+    assert call.action == "warn"
+    (concern,) = call.concerns
+    assert concern.kind == "flaky" and concern.check.startswith("unit/router")
+    add(commit="another")
+    assert history.call().concerns == ()
+
+
+def test_other_packages_are_another_stack(nights):
+    history, add = nights
+    add(red=("unit/router",), packages={"torch": "2.7.1"})
+    add(packages={"torch": "2.8.0"})
+    assert history.call().concerns == ()
+
+
+def test_a_check_that_stopped_running_is_missed(nights):
+    history, add = nights
+    add()
+    add(checks=CHECKS[:2])
+    (concern,) = history.call().concerns
+    assert (concern.kind, concern.check) == ("missing", "e2e/curve.dapo [torch on npu]")
+    assert history.call().action == "warn"
+
+
+def small_noise(number: int) -> float:
+    return 0.4 + 0.01 * ((number * 7) % 5 - 2)
+
+
+def test_a_slow_rise_of_the_budget_is_drift_before_anything_fails(nights):
+    history, add = nights
+    for number in range(24):
+        add(used={"unit/rope": small_noise(number), "unit/router": small_noise(number + 3)}, commit=f"c{number}")
+    assert history.call().concerns == ()
+    for number in range(12):
+        add(
+            used={"unit/rope": small_noise(number) + 0.004 * number, "unit/router": small_noise(number)},
+            commit=f"d{number}",
+        )
+    (concern,) = history.call().concerns
+    assert concern.kind == "drift" and concern.check.startswith("unit/rope")
+    assert history.call().action == "warn"
+
+
+def test_rejected_nights_do_not_calibrate(nights):
+    history, add = nights
+    for number in range(9):
+        add(used={"unit/rope": small_noise(number)}, commit=f"c{number}")
+    strange = add(red=("unit/rope",), commit="x")
+    history.decide(strange.run, accepted=True, reason="known defect of the baseline")
+    assert [n.counts for n in history.nights()][-1] is True
+    history.decide(strange.run, accepted=False, reason="the node was overheated")
+    assert history.nights()[-1].counts is False and history.nights()[-1].reason == "the node was overheated"
+    with pytest.raises(InputError, match="no such night"):
+        history.decide("night-999", accepted=True, reason="why")
+    with pytest.raises(InputError, match="has a reason"):
+        history.decide(strange.run, accepted=True, reason="")
+
+
+def test_false_alarms_are_counted_over_accepted_nights_only(nights):
+    history, add = nights
+    for number in range(40):
+        night = add(red=("e2e/curve.dapo",) if number % 10 == 0 else (), commit=f"c{number}")
+        if number % 10 == 0:
+            history.decide(night.run, accepted=True, reason="the next run of it was green")
+    rates = {rate.check: rate for rate in history.rates()}
+    assert (rates["e2e/curve.dapo"].nights, rates["e2e/curve.dapo"].alarms) == (30, 3)
+    assert rates["e2e/curve.dapo"].design == 0.01 and rates["unit/rope"].design is None
+    assert rates["unit/rope"].observed == 0.0
+
+
+def test_a_night_without_provenance_or_verdicts_is_refused(nights, tmp_path):
+    history, _ = nights
+    write_verdicts(tmp_path / "bare", [verdict("unit/rope")])
+    with pytest.raises(InputError, match="provenance.json"):
+        history.add(tmp_path / "bare")
+    write_verdicts(tmp_path / "empty", [])
+    with pytest.raises(InputError, match="no verdict"):
+        history.add(tmp_path / "empty")
+    assert history.nights() == []
+
+
+def test_a_killed_writer_leaves_whole_nights(nights, monkeypatch, tmp_path):
+    history, add = nights
+    add()
+    with pytest.raises(KeyboardInterrupt), history._open() as connection:
+        connection.execute("DELETE FROM nights")
+        raise KeyboardInterrupt
+    assert len(history.nights()) == 1
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("this is no database, but it is long enough to look at" * 40)
+    with pytest.raises(InputError, match="cannot be read"):
+        History(tmp_path / "text")
+    History(tmp_path / "old")
+    with sqlite3.connect(tmp_path / "old") as connection:
+        connection.execute("UPDATE about SET schema = 99")
+    with pytest.raises(InputError, match="(?s)another schema.*99"):
+        History(tmp_path / "old")
+
+
+def test_the_commands(nights, tmp_path):
+    history, add = nights
+    add(commit="a")
+    run = add(red=("unit/rope",), commit="b").run
+    file = ["--history", str(history.path)]
+
+    def call(*arguments: str):
+        return CliRunner().invoke(app, ["history", *arguments, *file])
+
+    paged = call("add", str(tmp_path / run))
+    assert paged.exit_code == 1 and paged.output.startswith("PAGE") and "new: unit/rope" in paged.output
+    assert call("list").exit_code == 0 and run in call("list").output
+    assert [row["outcome"] for row in json.loads(call("show", "unit/rope", "--json").output)] == ["pass", "fail"]
+    assert any(row["check"] == "unit/rope" for row in json.loads(call("rates", "--json").output))
+    assert call("decide", run, "--accept", "--reason", "known").exit_code == 0
+    soon = str(date.today() + timedelta(days=3))
+    assert call("quarantine", "unit/rope", "--until", soon, "--reason", "known").exit_code == 0
+    assert call("add", str(tmp_path / run)).exit_code == 0
+    missing = CliRunner().invoke(app, ["history", "list", "--history", str(tmp_path / "none")])
+    assert isinstance(missing.exception, InputError)
