@@ -5,7 +5,8 @@ transactions are for; it comes with Python, so the file opens on the machine at 
 million rows, which it reads in a second.
 
 A night counts as *accepted* when a person said so, or when nothing in it was red; drift is watched against accepted
-nights only. A check that changes its verdict on an unchanged stack and commit is *flaky*, which is a finding and never green.
+nights only. A check that changes its verdict on an unchanged stack and commit is *flaky*, which is a finding and never
+green.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Concern:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What to do about a night: ``page`` somebody, ``warn`` or ``ignore``; and why, known findings apart from new ones."""
+    """What to do about a night (``page`` somebody, ``warn`` or ``ignore``) and why; known findings apart from new ones."""
 
     action: str
     new: tuple[str, ...]
