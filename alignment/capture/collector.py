@@ -53,6 +53,8 @@ STAGES: Mapping[str, str] = {
 }
 """The collector's name of each stage. In distillation the teacher takes the place of the reference."""
 
+_OPTIONAL_STAGES = (("critic_train_dump", "use_critic", "critic"), ("reference_dump", "use_reference", "reference"))
+"""Switches of stages that a run may lack, and the property of a configuration that says so."""
 WORKER_FACTORY = "alignment.capture.collector:worker_collector"
 SCRATCH = ".collecting"
 
@@ -95,8 +97,12 @@ class Collector:
         if settings.msprobe and settings.configurations_dump:
             path = Path(settings.dump_path) / "configurations.json"
             self._disk.write(lambda: write_json(path, self._config.to_dict()))
-        if settings.dumps and self.steps.twice:
-            print(f"precision collector: {self.steps.describe()}", file=sys.stderr, flush=True)
+        notes = [self.steps.describe()] if settings.dumps and self.steps.twice else []
+        for switch, needs, what in _OPTIONAL_STAGES:
+            if settings.msprobe and getattr(settings, switch) and not getattr(self._config, needs, True):
+                notes.append(f"{switch}: this run has no {what}, so there is nothing to dump")
+        for note in notes:
+            print(f"precision collector: {note}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Removes what workers that were ended without a word left between capture and dump."""

@@ -358,3 +358,26 @@ def test_the_megatron_back_end_is_collected(world, tmp_path):
     rows = list(reader.rows(0, "actor_update", 0))
     assert {r.kind for r in rows} == {"module", "parameter", "parameter_gradient"}
     assert any(r.direction == "backward" and "decoder.layers.1" in r.module for r in rows)
+
+
+@pytest.mark.engine
+def test_vllm_dumps_the_tokens_of_the_range(tmp_path, monkeypatch):
+    pytest.importorskip("vllm")
+    from alignment.backends.engine_model import engine_config
+
+    narrow = dapo_world.model_config
+    monkeypatch.setattr(dapo_world, "model_config", lambda tokenizer: engine_config(narrow(tokenizer)))
+    root = dapo_world.build(tmp_path / "wide")
+    setting = collect(
+        tmp_path, actor_infer_dump=True, key_data_dump=True, step_end=0, token_range_start=1, token_range_end=2
+    )
+    changes = {"engine__rollout": "vllm", "actor_rollout_ref__rollout__free_cache_engine": False}
+    run_dapo(
+        dapo_world.config(root, **changes, **setting, trainer__total_training_steps=1),
+        run_dir=tmp_path / "run",
+        executor="inprocess",
+    )
+    rows = list(open_capture(tmp_path / "dump").rows(0, "actor_generate_sequences", 0))
+    passes = [r.shape[0] for r in rows if r.module == "model.embed_tokens" and r.path == "args.0"]
+    # vLLM packs: a decoding pass has one token of each of the at most 32 samples, the prompt's pass many.
+    assert len(passes) == 2 and all(n <= 32 for n in passes)

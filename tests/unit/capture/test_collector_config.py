@@ -247,6 +247,17 @@ def test_the_run_says_how_it_counts(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_a_switch_of_a_stage_that_the_run_lacks_is_said(capsys):
+    settings = CollectorConfig(msprobe=True, critic_train_dump=True, reference_dump=True)
+    collector.Collector(settings, load_config("dapo-tiny"), None).begin()
+    assert capsys.readouterr().err.splitlines() == [
+        "precision collector: critic_train_dump: this run has no critic, so there is nothing to dump",
+        "precision collector: reference_dump: this run has no reference, so there is nothing to dump",
+    ]
+    collector.Collector(settings, load_config("ppo-tiny"), None).begin()
+    assert "critic" not in capsys.readouterr().err
+
+
 def test_without_lora_the_same_range_is_that_many_steps():
     assert list(CollectedSteps(first=0, last=4).of("actor_update")) == [0, 1, 2, 3, 4]
 
