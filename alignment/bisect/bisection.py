@@ -15,6 +15,7 @@ from alignment.bisect.constraints import Constraints
 from alignment.bisect.frozen_suite import ROOT, FrozenSuite, files_digest, freeze_suite
 from alignment.bisect.history import KnownHistory, index_releases
 from alignment.bisect.journal import FILE, SCHEMA, Journal
+from alignment.bisect.known_bad import load_known_bad
 from alignment.bisect.line_search import rounds
 from alignment.bisect.outcomes import BisectError, Ending
 from alignment.bisect.providers.choice import make_provider
@@ -100,6 +101,9 @@ def make_plan(settings: Settings, *, index: Callable[[str], list[str]] | None = 
         names = low.changed(high)
         packages = max(packages, len(chain_between(low, high, {n: [high.pins.get(n)] for n in names}, feasible)) - 1)
         candidates = max(candidates, *(len(path(low, high, n)) for n in names)) if names else candidates
+    notes += [
+        f"known bad: {entry.title} ({entry.id})" for entry in load_known_bad() if entry.matches(bad) > entry.matches(good)
+    ]
     changes = []
     for name in good.changed(bad):
         count = len(path(good, bad, name))

@@ -9,7 +9,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -22,10 +22,9 @@ from alignment.devices.fingerprint import UNKNOWN
 
 @dataclass(frozen=True)
 class Frozen:
-    """The stack that is running, where each package is imported from, and what a stack file cannot say."""
+    """The stack that is running, with the place each package is imported from, and what a stack file cannot say."""
 
     stack: Stack
-    places: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
 
@@ -61,8 +60,9 @@ def freeze_stack(*, name: str = "", image: str = "", also: Sequence[str] = ()) -
         date=date.today().isoformat(),
         image=image,
         defined=defined,
+        places=places,
     )
-    return Frozen(stack, places, tuple(warnings))
+    return Frozen(stack, tuple(warnings))
 
 
 def _pin_of(component: Component, distribution: importlib.metadata.Distribution) -> tuple[Pin, str]:

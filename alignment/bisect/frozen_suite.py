@@ -44,7 +44,10 @@ def freeze_suite(target: Path, *, source: Path = ROOT) -> FrozenSuite:
             )
         return FrozenSuite(folder=target, commit=record["commit"], digest=record["digest"])
     shutil.rmtree(target, ignore_errors=True)
-    for name in _files_of(source):
+    files = list(_files_of(source))
+    if not files:
+        raise InputError("the suite holds no file", where=source)
+    for name in files:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source / name, target / name)
     frozen = FrozenSuite(folder=target, commit=_commit(source), digest=_digest(target))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from alignment.bisect.bayesian import Rates
 from alignment.bisect.clusters import Clusters, make_clusters, pin_signature
+from alignment.bisect.components import COMPONENTS
 from alignment.bisect.constraints import Constraints, Rule
 from alignment.bisect.frozen_suite import FrozenSuite
 from alignment.bisect.history import KnownHistory
@@ -24,7 +25,7 @@ from alignment.bisect.journal import Journal, probe_key
 from alignment.bisect.observation import Observation, Result, skip
 from alignment.bisect.outcomes import BisectError, Ending
 from alignment.bisect.probe import NOTHING_COLLECTED, Probe, order_by_cost
-from alignment.bisect.providers.base import NotBuilt, Provider, machine_facts, verify
+from alignment.bisect.providers.base import NotBuilt, Provider, facts_inside, verify
 from alignment.bisect.solver import Answer, StackSearch
 from alignment.bisect.stack import Stack, stack_from_data
 from alignment.bisect.zones import Judgement, Zone
@@ -114,8 +115,8 @@ def measure_once(provider: Provider, probe: Probe, stack: Stack, slot: int, suit
     """Builds a stack, verifies that it is that stack, and probes it once. Runs wherever ``Nodes`` puts it."""
     try:
         environment = provider.prepare(stack, slot=slot)
-        facts = machine_facts([n for n in stack.pins if stack.component(n).external])
-        wrong = verify(environment, stack, facts)
+        facts = [n for n in stack.pins if n in COMPONENTS and COMPONENTS[n].external]
+        wrong = verify(environment, stack, facts_inside(environment, facts, suite))
     except NotBuilt as error:
         if error.transient:
             return Observation(result=Result.INFRASTRUCTURE, reason="infrastructure", detail=error.detail)
@@ -188,7 +189,7 @@ class Session:
             constraints,
             parallel=self.settings.parallel,
             recheck=self.settings.recheck,
-            say=lambda t: self.note("stage", t),
+            say=lambda text, left=0: self.note("stage", text, left),
         )
         answer = search.run()
         answer.notes[:0] = notes
@@ -205,9 +206,10 @@ class Session:
             remember=(lambda q, a: None) if self.replay else self.journal.remember,
         )
 
-    def note(self, kind: str, text: str) -> None:
-        """Says a line, and puts it into the journal the first time."""
-        self._say(text)
+    def note(self, kind: str, text: str, left: int = 0) -> None:
+        """Says a line, and puts it into the journal the first time. ``left`` rounds of probes are said with their time."""
+        seconds = expected_seconds(self.journal, left) if left else None
+        self._say(text + (f", about {seconds:.0f} s" if seconds else ""))
         if not self.replay and not any(e["text"] == text for e in self.journal.of(kind) if "text" in e):
             self.journal.append(kind, text=text)
 
@@ -220,6 +222,16 @@ class Session:
 
     def _only_different_ends(self) -> None:
         stacks = self.settings.stacks
+        fixed = {
+            n for a, b in zip(stacks, stacks[1:]) for n in a.changed(b) if n in COMPONENTS and COMPONENTS[n].external
+        }
+        if fixed and self.provider is not None and self.provider.name in ("venv", "git"):
+            raise InputError(
+                f"virtual environments cannot change {', '.join(sorted(fixed))}",
+                where="--provider",
+                expected="container or command",
+                found=self.provider.name,
+            )
         if len(stacks) < 2 or stacks[0].digest == stacks[-1].digest:
             raise BisectError(
                 "the two ends are the same stack, so nothing can have changed between them",
@@ -497,10 +509,6 @@ class Session:
         value = f", {seen.value:.6g}" if seen.value is not None else ""
         took = seen.seconds + seen.build_seconds
         self._say(f"{purpose}: {stack}: {told}{f' ({reason})' if reason else ''}{value}, {took:.1f} s")
-
-    def expected_seconds(self, probes: int) -> float | None:
-        """How long so many further probes should take, from the median of the past ones."""
-        return expected_seconds(self.journal, probes, self.settings.parallel)
 
 
 def expected_seconds(journal: Journal, probes: int, parallel: int = 1) -> float | None:

@@ -136,7 +136,7 @@ class StackSearch:
         *,
         parallel: int = 1,
         recheck: bool = True,
-        say: Callable[[str], None] = lambda line: None,
+        say: Callable[..., None] = lambda line, left=0: None,
     ) -> None:
         self._lab, self._stacks, self._history = lab, list(stacks), history
         self._constraints, self._parallel, self._recheck, self._say = constraints, parallel, recheck, say
@@ -192,9 +192,8 @@ class StackSearch:
 
         def walk(stage: str, points: list[Stack], rebuild=None, patience: float = math.inf, weigh=None) -> Step:
             sizes[stage] = len(points) - 1
-            self._say(
-                f"{stage}: {len(points) - 1} candidates, at most {rounds(len(points) - 1, self._parallel)} rounds"
-            )
+            left = rounds(len(points) - 1, self._parallel)
+            self._say(f"{stage}: {len(points) - 1} candidates, at most {left} rounds", left)
             step = self._search(points, low_zones, rebuild, patience, weigh)
             steps.append(step)
             return step

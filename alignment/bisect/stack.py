@@ -19,7 +19,7 @@ from alignment.files import write_atomically
 
 SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent / "data" / "stacks"
-_KEYS = ("schema", "name", "date", "image", "notes", "define", "components")
+_KEYS = ("schema", "name", "date", "image", "notes", "define", "components", "places")
 _PIN_KEYS = ("release", "git", "revision", "version", "fact", "date")
 
 
@@ -63,7 +63,10 @@ class Pin:
 
 @dataclass(frozen=True)
 class Stack:
-    """One whole stack. Two stacks are the same when their pins and their image are."""
+    """One whole stack. Two stacks are the same when their pins and their image are.
+
+    ``places`` says where packages were imported from when the stack was frozen; it is for people.
+    """
 
     pins: Mapping[str, Pin]
     name: str = ""
@@ -71,6 +74,7 @@ class Stack:
     image: str = ""
     notes: str = ""
     defined: Mapping[str, Component] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -108,6 +112,8 @@ class Stack:
                 for c in self.defined.values()
             }
         data["components"] = {name: self.pins[name].to_data() for name in sorted(self.pins, key=rank)}
+        if self.places:
+            data["places"] = dict(self.places)
         return data
 
     def __str__(self) -> str:
@@ -152,6 +158,9 @@ def stack_from_data(data: Any, *, where: object = "stack") -> Stack:
         if component.name in pins:
             raise InputError("a component is pinned twice", where=where, found=f"{component.name} and {name}")
         pins[component.name] = _pin(component, value, where=f"{where}: {name}")
+    places = data.get("places") or {}
+    if not isinstance(places, Mapping):
+        raise InputError("`places` is not a mapping", where=where, expected="component: folder", found=places)
     day = data.get("date") or ""
     return Stack(
         pins=pins,
@@ -160,6 +169,7 @@ def stack_from_data(data: Any, *, where: object = "stack") -> Stack:
         image=str(data.get("image") or ""),
         notes=str(data.get("notes") or ""),
         defined=defined,
+        places={str(n): str(p) for n, p in places.items()},
     )
 
 

@@ -277,7 +277,6 @@ def freeze(
     if as_json:
         found = {
             "stack": frozen.stack.to_data(),
-            "places": frozen.places,
             "warnings": list(frozen.warnings),
             "known_bad": [k.id for k in known],
         }

@@ -170,6 +170,23 @@ def _inside(place: str | None, folder: Path) -> bool:
     return root in path.parents or root.resolve() in path.resolve().parents
 
 
+def facts_inside(environment: Environment, names: Sequence[str], suite: Path) -> dict[str, str]:
+    """External facts as seen from inside an environment: an image and an activation script bring a CANN of their own."""
+    if not names:
+        return {}
+    code = (
+        "import json, sys; from alignment.bisect.providers.base import machine_facts; "
+        "print('\\n' + json.dumps(machine_facts(sys.argv[1:])))"
+    )
+    done = environment.run(
+        [environment.python, "-c", code, *names], variables={"PYTHONPATH": str(suite)}, timeout=VERIFY_SECONDS
+    )
+    try:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {}
+
+
 def machine_facts(names: Sequence[str]) -> dict[str, str]:
     """What this machine says of the external facts asked for: driver, firmware, CANN. ``unknown`` where it says
     nothing.

@@ -138,7 +138,7 @@ def test_freeze_prints_and_writes_a_stack_file(tmp_path):
 
     assert stack.pins["numpy"].version == numpy.__version__ and "pytest" in stack.pins and stack.name == "here"
     told = json.loads(invoke("freeze", "--json").stdout)
-    assert told["places"]["numpy"] == numpy.__file__
+    assert told["stack"]["places"]["numpy"] == numpy.__file__ == stack.places["numpy"]
 
 
 def test_an_editable_install_is_frozen_as_its_revision(tmp_path, monkeypatch):

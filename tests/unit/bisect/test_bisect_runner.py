@@ -345,3 +345,30 @@ def test_settings_go_round_through_the_journal():
     again = Settings.from_data(json.loads(json.dumps(settings.to_data())))
     assert again == settings and again.digest == settings.digest
     assert load_stack("shipped:deepseek-v3-671b-dapo-a2").digest
+
+
+def test_virtual_environments_cannot_change_cann(tmp_path):
+    stacks = tuple(
+        stack_from_data({"schema": 1, "name": v, "components": {"CANN": v, "ray": "2.40.0"}}) for v in ("8.1.RC1", "8.2.RC1")
+    )
+    settings = Settings(stacks=stacks, probes=(Probe(kind="shell", text="true"),), provider={"kind": "venv"})
+    with pytest.raises(InputError, match="virtual environments cannot change CANN; expected container or command; found venv"):
+        run(tmp_path / "state", settings)
+
+
+def test_a_cann_that_an_activation_did_not_bring_is_found_out(tmp_path):
+    """The activation script enters the same CANN whatever is asked for: a skip of its class, never a result."""
+    home = tmp_path / "cann"
+    home.mkdir()
+    (home / "version.cfg").write_text("runtime_running_version=[7.7.0:8.1.RC1]\n")
+    stacks = tuple(stack_from_data({"schema": 1, "name": v, "components": {"CANN": v}}) for v in ("8.1.RC1", "8.2.RC1"))
+    activation = f"export ASCEND_TOOLKIT_HOME={home}"
+    settings = Settings(
+        stacks=stacks,
+        probes=(Probe(kind="shell", text="true"),),
+        provider={"kind": "command", "activation": activation, "python": sys.executable},
+    )
+    with pytest.raises(BisectError) as caught:
+        run(tmp_path / "state", settings)
+    assert caught.value.ending is Ending.END_NOT_MEASURED
+    assert "environment: CANN: this machine has 8.1.RC1, 8.2.RC1 was asked for" in str(caught.value)
