@@ -135,6 +135,60 @@ def contents(setting: Setting) -> Iterator[Finding]:
         seen.add(other.content_hash)
 
 
+class Characters:
+    """A tokenizer of one token per character."""
+
+    content_hash = "characters"
+
+    def encode_chat(self, messages) -> list[int]:
+        """All contents, one after the other."""
+        return [ord(c) for message in messages for c in message["content"]]
+
+
+def reading(setting: Setting) -> Iterator[Finding]:
+    """Rows of verl's parquet: each prompt beside its own answer, cut on the side that was asked for, or left out."""
+    from alignment.errors import UnavailableError
+    from alignment.rl import data as product
+
+    rows = [
+        {
+            "data_source": f"s{i}",
+            "prompt": [{"role": "user", "content": text}],
+            "reward_model": {"style": "rule", "ground_truth": f"g{i}"},
+            "extra_info": {"index": i, "metadata": f"m{i}"},
+        }
+        for i, text in enumerate(("abc", "abcdefgh", "xy"))
+    ]
+    with scratch() as folder:
+        try:
+            product.write_parquet(rows, folder / "rows.parquet")
+        except UnavailableError:
+            return
+        for truncation, filtered, kept in (
+            ("left", False, ("abc", "efgh", "xy")),
+            ("right", False, ("abc", "abcd", "xy")),
+            ("middle", False, ("abc", "abgh", "xy")),
+            ("error", True, ("abc", None, "xy")),
+        ):
+            found = product.from_parquet(
+                folder / "rows.parquet",
+                Characters(),
+                max_prompt_length=4,
+                filter_overlong_prompts=filtered,
+                truncation=truncation,
+            )
+            mine = [
+                ("".join(map(chr, p.token_ids)), p.data_source, p.ground_truth, p.metadata, p.prompt_id) for p in found
+            ]
+            right = [(t, f"s{i}", f"g{i}", f"m{i}", f"s{i}-{i}") for i, t in enumerate(kept) if t is not None]
+            yield from expect(
+                mine == right and found.dropped == kept.count(None),
+                stage=ROLLOUT,
+                place="from_parquet",
+                evidence=f"{truncation}: {mine} and {found.dropped} dropped",
+            )
+
+
 def generators(setting: Setting) -> Iterator[Finding]:
     """Every rank goes on with its own random numbers after a resume, of every generator."""
     from alignment.rl import checkpoint, worker
@@ -195,6 +249,13 @@ CHECKS = (
         cost=0.005,
         run=contents,
         kept_because="padding, pairing and hashes of prompts are no entry of the catalogue",
+    ),
+    Check(
+        name="data_path.reading",
+        layer="unit-op",
+        cost=0.01,
+        run=reading,
+        kept_because="answers beside the wrong prompts are no entry of the catalogue",
     ),
     Check(name="data_path.generators", layer="unit-op", cost=0.01, run=generators),
 )

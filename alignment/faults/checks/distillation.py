@@ -85,8 +85,9 @@ def tables(setting: Setting) -> Iterator[Finding]:
     """The teacher's most likely tokens: over ranks, ragged, missing, through an engine's answer; and two
     vocabularies.
     """
+    from alignment.rl import batch as batches
     from alignment.rl import distill_loss as product
-    from alignment.rl import prompt_log_probs, vocab_parallel
+    from alignment.rl import gkd_stages, prompt_log_probs, vocab_parallel
 
     seed, k = setting.seed, 3
     student, teacher = _logits(seed, "student", 5, 8), _logits(seed, "teacher", 5, 8)
@@ -133,6 +134,24 @@ def tables(setting: Setting) -> Iterator[Finding]:
         )
         yield from differs(short, golden, stage=STAGE, place="distill_loss.align_vocabularies")
         yield from differs(long, longer, stage=STAGE, place="distill_loss.align_vocabularies")
+    ours = torch.tensor([[IGNORED, IGNORED, 5, 6, IGNORED], [IGNORED, 7, IGNORED, 8, 9]])
+    theirs = torch.tensor([[IGNORED, 5, 6, IGNORED, IGNORED, IGNORED], [IGNORED, IGNORED, IGNORED, 7, 8, 9]])
+    said = [_logits(seed, f"frame/{row}", 6, 2).float() for row in range(2)]
+    ids = [torch.arange(12).view(6, 2) + 20 * row for row in range(2)]
+    view = batches.Batch({"labels": ours, "teacher_labels": theirs})
+    placed = gkd_stages.place_tables(said, ids, view, k=2)
+    values, tokens = placed[gkd_stages.TABLES[0]], placed[gkd_stages.TABLES[1]]
+    moved = {(0, 1): (0, 0), (0, 2): (0, 1), (1, 0): (1, 2), (1, 2): (1, 3), (1, 3): (1, 4)}
+    right = torch.full_like(values, -torch.inf)
+    for (row, here), (_, there) in moved.items():
+        right[row, here] = said[row][there]
+    same = torch.equal(values, right) and all(
+        torch.equal(tokens[row, here], ids[row][there]) for (row, here), (_, there) in moved.items()
+    )
+    yield from expect(same, stage=STAGE, place="gkd_stages.place_tables", evidence=f"{values.tolist()}")
+    kept = gkd_stages.active_tables(view.add(placed))[gkd_stages.TABLES[0]]
+    golden = torch.stack([right[place] for place in moved])
+    yield from differs(kept, golden.double(), stage=STAGE, place="gkd_stages.active_tables")
     whole = torch.log_softmax(_logits(seed, "prompt", 6, 8), -1)
     ids = portable_integers(0, 8, (6,), seed=seed, stream="distillation/prompt").tolist()
     parsed = prompt_log_probs.parse_prompt_log_probs(prompt_log_probs.entries_from_log_probs(whole, ids, k=k), ids, k=k)
@@ -235,6 +254,81 @@ def views(setting: Setting) -> Iterator[Finding]:
         yield Finding(stage=STAGE, place="distill_loss.require_same_active", evidence="other tokens are let through")
     except InputError:
         pass
+
+
+class Words:
+    """A tokenizer of one token per word; 1 begins a turn and 2 ends a response."""
+
+    eos_token_id = 2
+
+    def encode(self, text: str) -> list[int]:
+        """The words by their length."""
+        return [10 + len(word) for word in text.split()]
+
+    def encode_chat(self, messages) -> list[int]:
+        """Each turn behind its mark."""
+        return [token for message in messages for token in (1, *self.encode(message["content"]))]
+
+
+def selection(setting: Setting) -> Iterator[Finding]:
+    """From conversations to samples, from samples to those that fit, and what an answer of the student makes of
+    them.
+    """
+    from alignment.rl import gkd_data as product
+
+    words, talk = (
+        Words(),
+        [
+            {"role": "user", "content": "a bb"},
+            {"role": "assistant", "content": "ccc"},
+            {"role": "user", "content": "dddd"},
+            {"role": "assistant", "content": "ee ff"},
+        ],
+    )
+    where = {"stage": STAGE}
+    for extra, theirs in (
+        ({}, None),
+        ({"teacher_prompt": "x yyyyy"}, (1, 11, 12, 1, 13, 1, 11, 15)),
+        ({"teacher_messages": [{"role": "user", "content": "zz"}]}, (1, 12)),
+    ):
+        sample = product.conversation_sample({"messages": talk, "id": 7, **extra}, words)
+        found = (sample.prompt_ids, sample.response_ids, sample.response_mask, sample.teacher_prompt_ids)
+        right = ((1, 11, 12, 1, 13, 1, 14), (12, 12, 2), (True,) * 3, theirs)
+        yield from expect(
+            found == right,
+            place="gkd_data.conversation_sample",
+            evidence=f"{extra}: {found} instead of {right}",
+            **where,
+        )
+    answered = sample.stripped().answered([5, 6], [1, 0])
+    found = (answered.on_policy, answered.response_ids, answered.response_mask, sample.on_policy)
+    yield from expect(
+        found == (True, (5, 6), (True, False), False), place="gkd_data.GkdSample.answered", evidence=f"{found}", **where
+    )
+    sized = [
+        _sample(product, i, [3] * p, [4] * r, [1] * r, [5] * t) for i, (p, r, t) in enumerate(((4, 2, 1), (1, 2, 5)))
+    ]
+    for limit in range(4, 9):
+        encoder = product.Encoder(max_length=limit - 1).extended(1)
+        found = [encoder.fits(s) for s in sized]
+        right = [max(len(s.prompt_ids), len(s.teacher_prompt_ids)) + 2 <= limit for s in sized]
+        yield from expect(
+            found == right, place="gkd_data.Encoder.fits", evidence=f"{found} instead of {right} at {limit}", **where
+        )
+    found = product.numbered(["a", "b", "a", "a"])
+    yield from expect(found == ["a#0", "b#0", "a#1", "a#2"], place="gkd_data.numbered", evidence=f"{found}", **where)
+    pool = [[_sample(product, 10 * k + i, [3] * n, [4], [1], None) for i, n in enumerate((1, 9))] for k in range(4)]
+    rounds = iter(pool[1:])
+    kept, missed = product.resample(
+        pool[0], fits=lambda s: len(s.prompt_ids) < 5, more=lambda: next(rounds), max_resample_times=2
+    )
+    found = ([s.sample_id for s in kept], missed)
+    yield from expect(found == (["s0", "s10"], 1), place="gkd_data.resample", evidence=f"{found}", **where)
+    sets = [product.SampleSet([one]).content_hash for one in (sample, answered, sized[0])]
+    again = product.SampleSet([product.GkdSample.from_json(sample.to_json())]).content_hash
+    yield from expect(
+        len(set(sets)) == 3 and again == sets[0], place="gkd_data.SampleSet.content_hash", evidence=f"{sets}", **where
+    )
 
 
 def update(setting: Setting) -> Iterator[Finding]:
@@ -404,6 +498,13 @@ CHECKS = (
         cost=0.02,
         run=divergence,
         kept_because="it names the piece of the divergence, where tables and updates only differ",
+    ),
+    Check(
+        name="distillation.selection",
+        layer="unit-op",
+        cost=0.002,
+        run=selection,
+        kept_because="which samples are trained on is no entry of the catalogue",
     ),
     Check(name="distillation.tables", layer="unit-op", cost=0.03, run=tables),
     Check(name="distillation.views", layer="unit-op", cost=0.002, run=views),

@@ -89,6 +89,13 @@ def aggregation(setting: Setting) -> Iterator[Finding]:
         place="aggregation.Counts",
         evidence=f"{counts} of a mask with {lengths.tolist()} tokens",
     )
+    total = product.Counts(tokens=5, sequences=2) + product.Counts(tokens=7, sequences=3)
+    yield from expect(
+        (total.tokens, total.sequences) == (12, 5),
+        stage=UPDATE,
+        place="aggregation.Counts",
+        evidence=f"a sum of {total}",
+    )
     for mode in MODES:
         how = {"loss_scale_factor": SCALE_FACTOR}
         golden = (weights_of(mask, mode) * values.nan_to_num()).sum()

@@ -232,7 +232,17 @@ def main_weights(setting: Setting) -> Iterator[Finding]:
         return {"total": sum((w.float() * gradients[n.replace("/", ".")]).sum() for n, w in module.weights.items())}
 
     engine = golden_training.GoldenTrainingEngine(model, optimizer=config, device="cpu", outputs=outputs_of)
-    for _ in range(30):
+    for step in range(30):
+        if step == 10:
+            engine.offload()
+            engine.reload()
+        if step == 20:
+            # A resume: what lies below the last bit of the weights has to come back, too.
+            with scratch() as folder:
+                engine.save_state(folder)
+                model = Holder()
+                engine = golden_training.GoldenTrainingEngine(model, optimizer=config, device="cpu", outputs=outputs_of)
+                engine.load_state(folder)
         golden.step(gradients, lr=config.lr, decay=dict.fromkeys(gradients, 0.0), max_norm=0.0)
         optimizer.reduce([{n: 0.5 * g for n, g in gradients.items()}] * 2)
         optimizer.step()
