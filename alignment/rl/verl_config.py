@@ -159,8 +159,6 @@ def cpu_settings(config: TrainConfig | None = None) -> Settings:
         "actor_rollout_ref.rollout.agent.num_workers": 1,
         # Far below what the host has: the start-up check of vLLM would ask for most of its memory.
         "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 64 << 20,
-        # In the process of the engine: one less start of Python with everything in it.
-        "++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": "uni",
         # Live defect of vLLM 0.32: see docs/live-defects.md.
         "++actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.custom_ops": ["-rotary_embedding"],
         "reward.num_workers": 1,

@@ -54,6 +54,7 @@ def follow(
     directory: Path,
     limits: Limits | None = None,
     watch: Callable[[str], None] | None = None,
+    pulse: Callable[[], object] | None = None,
     poll: float = 0.5,
 ) -> None:
     """Runs ``command`` in a process group of its own, its output going to ``log``, until it has ended well.
@@ -65,6 +66,7 @@ def follow(
         directory: where it runs.
         limits: when it is given up.
         watch: called with what the log gained, in pieces of whole lines, about twice a second.
+        pulse: something that changes whenever the run has made progress: then it has survived the death of a worker.
         poll: seconds between two looks.
 
     Raises:
@@ -86,7 +88,7 @@ def follow(
         )
     try:
         with open(log, "rb") as written:
-            problem = _until_the_end(process, written, limits, watch, start, poll)
+            problem = _until_the_end(process, written, limits, watch, pulse or (lambda: None), start, poll)
     finally:
         kill_marked(process, mark, grace=min(limits.grace, 10.0))
     if problem:
@@ -99,7 +101,7 @@ def follow(
         )
 
 
-def _until_the_end(process, written, limits: Limits, watch, start: float, poll: float) -> str | None:
+def _until_the_end(process, written, limits: Limits, watch, pulse, start: float, poll: float) -> str | None:
     """What went wrong, or None."""
     heard, dying, torn = time.monotonic(), None, b""
     while True:
@@ -113,11 +115,13 @@ def _until_the_end(process, written, limits: Limits, watch, start: float, poll: 
             if watch is not None and text:
                 watch(text)
             if dying is None and (found := DEATH.search(text)):
-                dying = now, found[0]
+                dying = now, found[0], pulse()
         if code is not None:
             return None if code == 0 else f"the run ended with exit code {code}"
         if dying is not None and now - dying[0] > limits.grace:
-            return f"a worker died ({dying[1]}) and the run did not end by itself within {limits.grace:g} s"
+            if pulse() == dying[2]:
+                return f"a worker died ({dying[1]}) and the run did not end by itself within {limits.grace:g} s"
+            dying = None
         if now - heard > limits.silence:
             return f"the run said nothing for {limits.silence:g} s"
         if limits.total is not None and now - start > limits.total:

@@ -109,6 +109,7 @@ def run_verl(
             directory=Path.cwd(),
             limits=limits or default_limits(kind),
             watch=watch,
+            pulse=lambda: watch.seen,
         )
     finally:
         shutil.rmtree(sockets, ignore_errors=True)
@@ -230,7 +231,8 @@ def default_limits(device: str) -> Limits:
         silence = 0.0
     if not silence > 0.0:
         raise InputError("a time-out is a positive number of seconds", where=SILENCE, found=said)
-    return Limits(silence=silence)
+    # Long enough for a run that replaces a dead worker to finish a step.
+    return Limits(silence=silence, grace=60.0 if device == "cpu" else 600.0)
 
 
 def require_verl(device: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from alignment.rl.verl_process import DEATH, MARK, Limits, follow, kill_marked, 
 QUICK = Limits(silence=2.0, total=60.0, grace=0.5)
 
 
-def run(tmp_path, script, limits=QUICK, watch=None):
+def run(tmp_path, script, limits=QUICK, watch=None, pulse=None):
     follow(
         ["bash", "-c", script],
         log=tmp_path / "run.log",
@@ -22,6 +22,7 @@ def run(tmp_path, script, limits=QUICK, watch=None):
         directory=tmp_path,
         limits=limits,
         watch=watch,
+        pulse=pulse,
         poll=0.05,
     )
 
@@ -43,6 +44,12 @@ def test_a_dead_worker_ends_a_run_that_would_wait_for_ever(tmp_path):
         run(
             tmp_path, "echo 'ray.exceptions.ActorDiedError: rank 1 is gone'; while true; do echo alive; sleep 0.2; done"
         )
+
+
+def test_a_run_that_goes_on_without_its_worker_is_left_alone(tmp_path):
+    steps = tmp_path / "steps"
+    script = "echo ActorDiedError; for i in 1 2 3 4 5 6; do echo $i > steps; echo step $i; sleep 0.3; done"
+    run(tmp_path, script, pulse=lambda: steps.read_text() if steps.exists() else "")
 
 
 def test_last_words_followed_by_a_good_end_are_no_failure(tmp_path):
