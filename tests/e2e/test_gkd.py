@@ -355,6 +355,20 @@ def test_two_ranks_on_ray_train_as_one(ray_cluster, distil, changes):
         assert ours["student/tokens"] == theirs["student/tokens"]
 
 
+@pytest.mark.slow
+def test_turns_and_adapters_on_two_ranks(ray_cluster, distil, pupils):
+    """Conversations end at different turns, so that their number need not divide by the ranks."""
+    turns = {"gkd__multi_turn_scheduler": "try_again", "gkd__max_turns": 3, "gkd__lmbda": 1.0, "gkd__max_length": 40}
+    opsd = [str(pupils / "opsd.jsonl")]
+    adapter = {"gkd__lora__rank": 4, "gkd__teacher_model": None, "data__train_files": opsd}
+    for changes in (turns, {**adapter, "trainer__balance_batch": True}):
+        alone = distil(trainer__total_training_steps=4, **changes)
+        together = distil(executor="ray", trainer__n_gpus_per_node=2, trainer__total_training_steps=4, **changes)
+        for ours, theirs in zip(together.metrics, alone.metrics):
+            assert ours["student/loss"] == pytest.approx(theirs["student/loss"], rel=1e3 * torch.finfo(torch.float32).eps)
+            assert ours["student/tokens"] == theirs["student/tokens"]
+
+
 def test_replicas_are_ray_actors(ray_cluster, distil):
     common = {
         "gkd__gkd_logits_topk": 5,
