@@ -1,0 +1,84 @@
+"""Reducing on an accelerator, without waiting for it, gives what the CPU gives."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alignment.capture.config import CaptureConfig
+from alignment.capture.own_format import OwnCapture
+from alignment.capture.reduction import Reducer
+from alignment.capture.session import capture
+from alignment.numerics.random import portable_normal
+from alignment.numerics.sketch import Place, sketch_array
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+class OnAccelerator(Reducer):
+    """Takes the path of an accelerator for tensors of the CPU."""
+
+    def _reduce(self, t, place, by_sample):
+        index = len(self._statistics)
+        self._statistics.append(None)
+        first = self._sketch_count
+        self._on_accelerator(index, t, place, self._fill(t))
+        return type(self.add_number(0.0))(index, first, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_the_path_of_an_accelerator_agrees(dtype):
+    t = (portable_normal((300, 170), seed=1, stream="x") * 3).to(dtype)
+    reducer = OnAccelerator(sketch_size=256)
+    reduced = reducer.add(t)
+    _, statistics, sketches = reducer.results()
+    high, low, mean, l2, nans, infs, count = statistics()[reduced.statistics]
+    exact = t.double()
+    assert (high, low, nans, infs, count) == (exact.max(), exact.min(), 0, 0, t.numel())
+    assert math.isclose(l2, float(exact.norm()), rel_tol=math.log2(t.numel()) * EPS)
+    assert abs(mean - float(exact.mean())) <= math.log2(t.numel()) * EPS * float(exact.abs().mean())
+    expected = sketch_array(t.float().numpy(), size=256)
+    assert np.linalg.norm(sketches()[reduced.sketch] - expected) <= 32 * EPS * float(exact.norm())
+
+
+def test_what_is_not_finite_is_counted_there_too():
+    t = torch.tensor([1.0, float("nan"), -2.0, float("inf"), -float("inf")])
+    reducer = OnAccelerator(sketch_size=4)
+    reduced = reducer.add(t)
+    assert reducer.results()[1]()[reduced.statistics].tolist() == [1, -2, -0.5, np.float32(math.sqrt(5)), 1, 2, 5]
+    empty = OnAccelerator(sketch_size=4)
+    at = empty.add(torch.full((3,), float("nan"))).statistics
+    assert empty.results()[1]()[at].tolist() == [0, 0, 0, 0, 3, 0, 3]
+
+
+def test_shards_are_sketched_at_their_place():
+    t = portable_normal((6, 8), seed=2, stream="x", dtype=torch.float32)
+    total = np.zeros(64)
+    for i, part in enumerate(t.chunk(2, dim=1)):
+        for reducer in (Reducer(sketch_size=64), OnAccelerator(sketch_size=64)):
+            at = reducer.add(part.contiguous(), place=Place.of((6, 4), dim=1, start=4 * i, whole=8)).sketch
+            total += reducer.results()[2]()[at] / 2
+    assert np.linalg.norm(total - sketch_array(t.numpy(), size=64)) <= 32 * EPS * float(t.norm())
+
+
+def test_shards_that_are_captured_add_up(tmp_path, monkeypatch):
+    from alignment.capture import hooks
+    from alignment.capture.record import Shard
+
+    t = portable_normal((6, 8), seed=2, stream="x", dtype=torch.float32)
+    monkeypatch.setattr(
+        hooks, "activation_shard", lambda module, path, x, batch=None: Shard(dim=1, start=int(x[0, 0] == t[0, 4]) * 4, length=4, whole=8)
+    )
+    sketches = []
+    for rank, part in enumerate(t.chunk(2, dim=1)):
+        with capture(nn.Identity(), CaptureConfig(), directory=tmp_path / str(rank)) as session:
+            with session.step(0):
+                session._model(part.contiguous())
+        row = next(OwnCapture(tmp_path / str(rank)).rows(0, "train", 0))
+        assert (row.shard.start, row.shard.whole) == (4 * rank, 8)
+        sketches.append(row.sketch())
+    assert np.linalg.norm(sum(sketches) - sketch_array(t.numpy())) <= 32 * EPS * float(t.norm())
