@@ -353,7 +353,8 @@ def _flat(t: Tensor, *, ordered: bool) -> Tensor:
         permuted = t.permute(order)
         if permuted.is_contiguous():
             return permuted.view(-1)
-    return t.reshape(-1)
+    # an expanded scalar (the gradient of a sum) stays a view of one element here, which a kernel would read beyond
+    return t.reshape(-1).contiguous()
 
 
 def _to_host(t: Tensor) -> tuple[Tensor, Callable[[], None]]:
