@@ -21,7 +21,7 @@ from alignment.errors import InputError
 
 STAGE = "metrics"
 LARGEST_RECORD = 1 << 28
-MOST_SCALARS = 50_000_000
+MOST_SCALARS = 5_000_000
 _MASK = 0xA282EAD8
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 

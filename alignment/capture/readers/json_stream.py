@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,10 +12,10 @@ from alignment.capture.readers.foreign import require_regular
 from alignment.errors import InputError
 
 CHUNK = 1 << 20
-LARGEST_MEMBER = 1 << 28
+LARGEST_MEMBER = 1 << 26
 """Characters of one member. A call of a module with ten thousand tensors takes a hundredth of that."""
 
-_SPACE = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def members(path: Path, *, descend: str | None = None, what: str = "file") -> Iterator[tuple[str | None, str, Any]]:
@@ -128,10 +129,9 @@ class _Document:
     def _peek(self) -> str:
         """The next character that is no space, without taking it; empty at the end."""
         while True:
-            while self._at < len(self._text):
-                if self._text[self._at] not in _SPACE:
-                    return self._text[self._at]
-                self._at += 1
+            self._at = _SPACE.match(self._text, self._at).end()
+            if self._at < len(self._text):
+                return self._text[self._at]
             if self._ended:
                 return ""
             self._fill()

@@ -19,7 +19,7 @@ import numpy as np
 from alignment.capture.readers.arrays import StoredArray
 from alignment.errors import InputError
 
-LARGEST_PROGRAM = 1 << 24
+LARGEST_PROGRAM = 1 << 22
 """Operations of one pickle. A dump of a whole training step has a few thousand."""
 
 
