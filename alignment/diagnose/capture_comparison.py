@@ -104,10 +104,10 @@ class StageComparison:
         if first is None:
             return None
         if first.quantity.startswith("parameter"):
-            return "alignment checkpoint verify on both sides, then the weight sync of this stage"
+            return "look at how this weight was loaded or sent: alignment run --case weight_sync"
         finest = "tensor" if self.details and "tensor" not in self.details else None
         if finest:
-            return f"capture again with capture.detail=tensor capture.modules='{first.module}*', then compare --replay"
+            return f"capture again with capture.detail=tensor capture.modules='{first.module}*', then alignment.diagnose.replay_modules"
         return None
 
     def to_dict(self) -> dict:

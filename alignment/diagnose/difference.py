@@ -116,19 +116,8 @@ def from_tensors(golden: np.ndarray, target: np.ndarray) -> Difference:
     wide = np.float64 if np.float64 in (golden.dtype, target.dtype) else np.float32
     first, second = golden.reshape(-1), target.reshape(-1)
     buffer = np.empty(min(CHUNK, first.size), dtype=wide)
-    size = squared = projection = sums = base = worst = 0.0
-    for start in range(0, first.size, CHUNK):
-        g, t = first[start : start + CHUNK], second[start : start + CHUNK]
-        if g.dtype != wide:
-            g = g.astype(wide)
-        if t.dtype != wide:
-            t = t.astype(wide)
-        d = np.subtract(t, g, out=buffer[: g.size])
-        size += float(np.dot(g, g))
-        squared += float(np.dot(d, d))
-        projection += float(np.dot(d, g))
-        sums += float(d.sum())
-        worst = max(worst, float(d.max()), -float(d.min()))
+    with np.errstate(invalid="ignore", over="ignore"):
+        size, squared, projection, sums, worst = _sums(first, second, wide, buffer)
     if not math.isfinite(size):
         return _without_nonfinite(first, second)
     count = first.size
@@ -143,6 +132,24 @@ def from_tensors(golden: np.ndarray, target: np.ndarray) -> Difference:
         worst * math.sqrt(count) / norm,
         "tensor",
     )
+
+
+def _sums(first: np.ndarray, second: np.ndarray, wide, buffer: np.ndarray) -> tuple[float, float, float, float, float]:
+    """‖g‖², ‖d‖², ⟨d, g⟩, Σd and max |d|."""
+    size = squared = projection = sums = worst = 0.0
+    for start in range(0, first.size, CHUNK):
+        g, t = first[start : start + CHUNK], second[start : start + CHUNK]
+        if g.dtype != wide:
+            g = g.astype(wide)
+        if t.dtype != wide:
+            t = t.astype(wide)
+        d = np.subtract(t, g, out=buffer[: g.size])
+        size += float(np.dot(g, g))
+        squared += float(np.dot(d, d))
+        projection += float(np.dot(d, g))
+        sums += float(d.sum())
+        worst = max(worst, float(d.max()), -float(d.min()))
+    return size, squared, projection, sums, worst
 
 
 def _from_integers(golden: np.ndarray, target: np.ndarray) -> Difference:
