@@ -1,4 +1,4 @@
-"""The benchmark of ``alignment bisect``: ``python benchmarks/bisect.py [--trials 400] [--json]``; see bisection.py."""
+"""The benchmark of ``alignment bisect``: ``python benchmarks/bisect.py [--trials 200] [--json]``; see bisection.py."""
 
 import sys
 

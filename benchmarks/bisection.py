@@ -1,6 +1,6 @@
 """How many probes a bisection takes, and how often it is right, in simulated worlds with fixed seeds.
 
-    python benchmarks/bisect.py [--trials 400] [--json]
+    python benchmarks/bisect.py [--trials 200] [--json]
 
 60 dated stacks of 7 (and 12) packages. From one stack to the next seven packages of ten move, by 5 commits on average
 (one and a Poisson number): with 7 packages the candidates then hold 10.5 bits, as in the reference simulation of the
@@ -273,7 +273,7 @@ def within_bars(found: dict) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=400, help="simulated worlds of each kind")
+    parser.add_argument("--trials", type=int, default=200, help="simulated worlds of each kind")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     began = time.perf_counter()

@@ -102,7 +102,9 @@ def make_plan(settings: Settings, *, index: Callable[[str], list[str]] | None = 
         packages = max(packages, len(chain_between(low, high, {n: [high.pins.get(n)] for n in names}, feasible)) - 1)
         candidates = max(candidates, *(len(path(low, high, n)) for n in names)) if names else candidates
     notes += [
-        f"known bad: {entry.title} ({entry.id})" for entry in load_known_bad() if entry.matches(bad) > entry.matches(good)
+        f"known bad: {entry.title} ({entry.id})"
+        for entry in load_known_bad()
+        if entry.matches(bad) > entry.matches(good)
     ]
     changes = []
     for name in good.changed(bad):

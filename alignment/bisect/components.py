@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from alignment.bisect.keys import only_known
 from alignment.bisect.outcomes import BisectError, Ending
 from alignment.errors import InputError
 
@@ -95,19 +96,7 @@ def define_components(data: object, *, where: object) -> dict[str, Component]:
     allowed = [f.name for f in fields(Component) if f.name != "name"]
     made = {}
     for name, entry in data.items():
-        entry = {} if entry is None else entry
-        if not isinstance(entry, Mapping):
-            raise InputError("a definition is not a mapping", where=f"{where}: define.{name}", found=entry)
-        for key in entry:
-            if key not in allowed:
-                near = difflib.get_close_matches(str(key), allowed, n=1)
-                raise InputError(
-                    "unknown key",
-                    where=f"{where}: define.{name}",
-                    expected=f"{near[0]}?" if near else ", ".join(allowed),
-                    found=key,
-                )
-        entry = dict(entry)
+        entry = dict(only_known(entry or {}, allowed, where=f"{where}: define.{name}", what="definition"))
         if not entry.get("external"):
             entry.setdefault("distribution", str(name))
             entry.setdefault("module", str(name).replace("-", "_"))

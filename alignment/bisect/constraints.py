@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alignment.bisect.components import Component, find_component
+from alignment.bisect.keys import only_known
 from alignment.bisect.outcomes import BisectError, Ending
 from alignment.bisect.stack import Stack, read_mapping
 from alignment.bisect.versions import check_requirement, satisfies
@@ -121,9 +121,7 @@ def read_rules(path: Path, *, defined: Mapping[str, Component] = {}) -> list[Rul
         BisectError: a component nobody knows.
     """
     data = read_mapping(path)
-    if not isinstance(data, Mapping):
-        raise InputError("not a file of constraints", where=path, expected="schema, source, rules or matrix")
-    _known(data, ("schema", "name", "source", "notes", "rules", "matrix"), path)
+    only_known(data, ("schema", "name", "source", "notes", "rules", "matrix"), where=path, what="file of constraints")
     if data.get("schema") != SCHEMA:
         raise InputError(
             "constraints of another schema", where=path, expected=f"schema: {SCHEMA}", found=data.get("schema")
@@ -133,9 +131,7 @@ def read_rules(path: Path, *, defined: Mapping[str, Component] = {}) -> list[Rul
     rules = []
     for index, entry in enumerate(data.get("rules") or ()):
         where = f"{path}: rule {index + 1}"
-        if not isinstance(entry, Mapping):
-            raise InputError("a rule is not a mapping", where=where, expected="when, require, source", found=entry)
-        _known(entry, ("id", "when", "require", "source", "strict"), where)
+        only_known(entry, ("id", "when", "require", "source", "strict"), where=where, what="rule")
         rules.append(
             _rule(
                 entry,
@@ -151,9 +147,7 @@ def read_rules(path: Path, *, defined: Mapping[str, Component] = {}) -> list[Rul
 
 
 def _table(table: Any, name: str, shared: str, path: Path, defined: Mapping[str, Component]) -> list[Rule]:
-    if not isinstance(table, Mapping):
-        raise InputError("a matrix is not a mapping", where=path, expected="columns, rows", found=table)
-    _known(table, ("columns", "rows", "strict", "source"), path)
+    only_known(table, ("columns", "rows", "strict", "source"), where=path, what="matrix")
     columns = table.get("columns") or ()
     if len(columns) < 2:
         raise InputError("a matrix has a condition and at least one requirement", where=path, found=columns)
@@ -185,10 +179,3 @@ def _rule(entry: Mapping, *, id: str, source: str, where: object, defined: Mappi
     if not source:
         raise InputError("a rule without a source", where=where, expected="source: where this is said")
     return Rule(id=id, source=source, strict=bool(entry.get("strict", True)), **sides)
-
-
-def _known(data: Mapping, keys: tuple[str, ...], where: object) -> None:
-    for key in data:
-        if key not in keys:
-            near = difflib.get_close_matches(str(key), keys, n=1)
-            raise InputError("unknown key", where=where, expected=f"{near[0]}?" if near else ", ".join(keys), found=key)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from alignment.bisect.components import find_component
+from alignment.bisect.keys import only_known
 from alignment.bisect.stack import Pin, Stack, read_mapping
 from alignment.bisect.versions import check_requirement, satisfies
 from alignment.errors import InputError
@@ -62,14 +62,7 @@ def load_known_bad(path: Path = SHIPPED) -> list[KnownBad]:
     entries, seen = [], set()
     for index, row in enumerate(data.get("entries") or ()):
         where = f"{path}: entry {index + 1}"
-        if not isinstance(row, Mapping):
-            raise InputError("an entry is not a mapping", where=where, found=row)
-        for key in row:
-            if key not in _KEYS:
-                near = difflib.get_close_matches(str(key), _KEYS, n=1)
-                raise InputError(
-                    "unknown key", where=where, expected=f"{near[0]}?" if near else ", ".join(_KEYS), found=key
-                )
+        only_known(row, _KEYS, where=where)
         missing = [f.name for f in fields(KnownBad) if f.name in _KEYS[:6] and not row.get(f.name)]
         if missing:
             raise InputError(

@@ -207,7 +207,7 @@ class Session:
         )
 
     def note(self, kind: str, text: str, left: int = 0) -> None:
-        """Says a line, and puts it into the journal the first time. ``left`` rounds of probes are said with their time."""
+        """Says a line, and journals it the first time; ``left`` rounds of probes are said with their time."""
         seconds = expected_seconds(self.journal, left) if left else None
         self._say(text + (f", about {seconds:.0f} s" if seconds else ""))
         if not self.replay and not any(e["text"] == text for e in self.journal.of(kind) if "text" in e):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from alignment.bisect.bayesian import CONFIDENCE, Rates, settle
@@ -204,12 +204,17 @@ class StackSearch:
             low, high = step.low, step.high
             index = next(i for i, s in enumerate(line) if s.digest == high.digest)
         paths = {n: [high.pins.get(n)] for n in low.changed(high)}
+        base = low
         if len(paths) > 1:
-            step = walk("packages", self._chain(low, high, paths), self._subchain, weigh=self._weight)
+
+            def rebuild(low: Stack, high: Stack, dead: frozenset[str]) -> list[Stack]:
+                return self._chain(low, high, {n: [high.pins.get(n)] for n in low.changed(high)}, base, dead)
+
+            step = walk("packages", self._chain(low, high, paths, base), rebuild, weigh=self._weight)
             low, high, hidden = step.low, step.high, self._hidden(step)
         if hidden == 0:
             paths = {n: self._path(low, high, n) for n in low.changed(high)}
-            points = self._chain(low, high, paths)
+            points = self._chain(low, high, paths, base)
             if len(points) > 2:
                 step = walk("releases and commits", points)
                 low, high, hidden = step.low, step.high, len(step.skipped)
@@ -276,12 +281,15 @@ class StackSearch:
             confidence=confidence,
         )
 
-    def _chain(self, low: Stack, high: Stack, paths) -> list[Stack]:
-        return chain_between(low, high, paths, self._feasible)
+    def _chain(self, low: Stack, high: Stack, paths, base: Stack, dead: frozenset[str] = frozenset()) -> list[Stack]:
+        """The chain between two stacks, its mixtures named by what they have that ``base`` has not."""
+        low_end, *mixtures, high_end = chain_between(low, high, paths, self._feasible, without=dead)
+        return [low_end, *(self._named(m, base) for m in mixtures), high_end]
 
-    def _subchain(self, low: Stack, high: Stack, dead: frozenset[str]) -> list[Stack]:
-        paths = {n: [high.pins.get(n)] for n in low.changed(high)}
-        return chain_between(low, high, paths, self._feasible, without=dead)
+    @staticmethod
+    def _named(mixture: Stack, base: Stack) -> Stack:
+        brought = ", ".join(f"{n} {mixture.pins.get(n) or 'absent'}" for n in base.changed(mixture))
+        return replace(mixture, name=f"{base} with {brought}")
 
     def _feasible(self, stack: Stack) -> bool:
         return self._constraints.violation(stack) is None

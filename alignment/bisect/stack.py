@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alignment.bisect.components import Component, define_components, find_component, rank
+from alignment.bisect.keys import only_known
 from alignment.errors import InputError
 from alignment.files import write_atomically
 
@@ -132,16 +132,7 @@ def stack_from_data(data: Any, *, where: object = "stack") -> Stack:
         InputError: the schema does not hold; unknown keys are named with the nearest known one.
         BisectError: a component nobody knows.
     """
-    if not isinstance(data, Mapping):
-        raise InputError(
-            "not a stack file", where=where, expected=f"a mapping with {', '.join(_KEYS)}", found=type(data).__name__
-        )
-    for key in data:
-        if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, n=1)
-            raise InputError(
-                "unknown key", where=where, expected=f"{near[0]}?" if near else ", ".join(_KEYS), found=key
-            )
+    only_known(data, _KEYS, where=where, what="stack file")
     if data.get("schema") != SCHEMA:
         raise InputError(
             "a stack file of another schema", where=where, expected=f"schema: {SCHEMA}", found=data.get("schema")
@@ -199,12 +190,7 @@ def _pin(component: Component, value: Any, *, where: str) -> Pin:
         raise InputError(
             "not a pin", where=where, expected="a version, {git: …, revision: …} or {fact: …}", found=value
         )
-    for key in value:
-        if key not in _PIN_KEYS:
-            near = difflib.get_close_matches(str(key), _PIN_KEYS, n=1)
-            raise InputError(
-                "unknown key", where=where, expected=f"{near[0]}?" if near else ", ".join(_PIN_KEYS), found=key
-            )
+    only_known(value, _PIN_KEYS, where=where, what="pin")
     chosen = [k for k in ("release", "git", "fact") if k in value]
     if len(chosen) != 1:
         raise InputError(

@@ -171,7 +171,7 @@ def _inside(place: str | None, folder: Path) -> bool:
 
 
 def facts_inside(environment: Environment, names: Sequence[str], suite: Path) -> dict[str, str]:
-    """External facts as seen from inside an environment: an image and an activation script bring a CANN of their own."""
+    """External facts as seen from inside an environment: an image or an activation script brings its own CANN."""
     if not names:
         return {}
     code = (

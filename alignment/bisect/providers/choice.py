@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from alignment.bisect.keys import nearest
 from alignment.bisect.providers.base import Provider
 from alignment.bisect.providers.command import CommandProvider
 from alignment.bisect.providers.container import ContainerProvider
@@ -40,11 +40,10 @@ def make_provider(
     """
     kind = settings.get("kind", "venv")
     if kind not in KINDS:
-        near = difflib.get_close_matches(str(kind), KINDS, n=1)
         raise InputError(
             "there is no such provider",
             where="--provider",
-            expected=f"{near[0]}?" if near else ", ".join(KINDS),
+            expected=nearest(str(kind), KINDS),
             found=kind,
         )
     if kind == "command":

@@ -349,10 +349,13 @@ def test_settings_go_round_through_the_journal():
 
 def test_virtual_environments_cannot_change_cann(tmp_path):
     stacks = tuple(
-        stack_from_data({"schema": 1, "name": v, "components": {"CANN": v, "ray": "2.40.0"}}) for v in ("8.1.RC1", "8.2.RC1")
+        stack_from_data({"schema": 1, "name": v, "components": {"CANN": v, "ray": "2.40.0"}})
+        for v in ("8.1.RC1", "8.2.RC1")
     )
     settings = Settings(stacks=stacks, probes=(Probe(kind="shell", text="true"),), provider={"kind": "venv"})
-    with pytest.raises(InputError, match="virtual environments cannot change CANN; expected container or command; found venv"):
+    with pytest.raises(
+        InputError, match="virtual environments cannot change CANN; expected container or command; found venv"
+    ):
         run(tmp_path / "state", settings)
 
 
