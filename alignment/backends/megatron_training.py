@@ -95,6 +95,8 @@ class MegatronTrainingEngine:
         self.config, self.settings, self.optimizer, self.dtype = config, settings, optimizer, dtype
         self.device, self.updates = device, 0
         self._outputs, self._resident = outputs, True
+        # False hands ``outputs`` this rank's part of the vocabulary.
+        self.gathers_vocabulary = True
         self._naming = naming_of(device, settings.build)
         self._shapes = expected_shapes(config)
         with engine_scope(device):
@@ -227,7 +229,7 @@ class MegatronTrainingEngine:
             logits = model(here, positions, None)
 
             def finish(logits: Tensor, non_loss_data: bool = False):
-                logits = self.groups.gather_vocabulary(logits)
+                logits = self.groups.gather_vocabulary(logits) if self.gathers_vocabulary else logits
                 by_token = self._outputs(logits, following[:, mine].to(device))
                 outputs = {k: rows[number].responses(self.groups.gather_context(v)) for k, v in by_token.items()}
                 metrics: Mapping[str, Any] = {}

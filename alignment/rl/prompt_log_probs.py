@@ -30,15 +30,6 @@ class TopKTables:
     log_probs: Tensor
     indices: Tensor
 
-    def padded(self, length: int) -> TopKTables:
-        """The same for a sequence padded on the right to ``length``."""
-        more = length - len(self.log_probs)
-        k = self.log_probs.shape[1]
-        return TopKTables(
-            log_probs=torch.cat([self.log_probs, torch.full((more, k), float("-inf"))]),
-            indices=torch.cat([self.indices, torch.zeros((more, k), dtype=torch.int64)]),
-        )
-
 
 def parse_prompt_log_probs(entries: Entries, token_ids: Sequence[int], *, k: int) -> TopKTables:
     """The tables of a sequence from an engine's prompt log-probs.

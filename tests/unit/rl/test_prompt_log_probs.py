@@ -52,11 +52,6 @@ def test_objects_and_json_alike():
     assert torch.equal(ours.log_probs, theirs.log_probs) and torch.equal(ours.indices, theirs.indices)
 
 
-def test_padding_behind_a_sequence():
-    tables = parse_prompt_log_probs([None, entry(t5=-0.5), entry(t6=-0.25)], IDS, k=1).padded(5)
-    assert tables.log_probs.shape == (5, 1) and torch.isneginf(tables.log_probs[2:]).all()
-
-
 REFUSED = {
     "one entry too few": (
         [None, entry(t5=-0.5)],
