@@ -27,7 +27,7 @@ import torch
 
 from alignment.capture.collector_config import CollectorConfig, load_collector_config
 from alignment.capture.collector_data import KEYS, write_key_data
-from alignment.capture.collector_steps import CollectedSteps, collected_steps
+from alignment.capture.collector_steps import collected_steps
 from alignment.capture.config import CaptureConfig
 from alignment.capture.mock_replay import MockRollouts
 from alignment.capture.msprobe_writer import write_msprobe
@@ -94,10 +94,12 @@ class Collector:
     def begin(self) -> None:
         """Writes the training configuration, where asked, and says how steps are counted where that is not plain."""
         settings = self.settings
+        notes = [self.steps.describe()] if settings.dumps and self.steps.twice else []
+        if settings.dumps and Path(settings.dump_path).is_dir() and any(Path(settings.dump_path).iterdir()):
+            notes.append(f"{settings.dump_path} holds dumps already: steps of this run replace theirs, others stay")
         if settings.msprobe and settings.configurations_dump:
             path = Path(settings.dump_path) / "configurations.json"
             self._disk.write(lambda: write_json(path, self._config.to_dict()))
-        notes = [self.steps.describe()] if settings.dumps and self.steps.twice else []
         for switch, needs, what in _OPTIONAL_STAGES:
             if settings.msprobe and getattr(settings, switch) and not getattr(self._config, needs, True):
                 notes.append(f"{switch}: this run has no {what}, so there is nothing to dump")
@@ -310,6 +312,3 @@ def runs_log_prob_twice(config: RunConfig) -> bool:
     rank = getattr(config.actor_rollout_ref.model, "lora_rank", 0)
     lora = getattr(getattr(config, "gkd", None), "lora", None)
     return bool(rank or getattr(lora, "rank", 0))
-
-
-__all__ = ["CollectedSteps", "Collector", "WorkerCollector", "open_collector", "worker_collector"]

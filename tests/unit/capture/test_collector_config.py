@@ -258,6 +258,15 @@ def test_a_switch_of_a_stage_that_the_run_lacks_is_said(capsys):
     assert "critic" not in capsys.readouterr().err
 
 
+def test_dumps_of_an_earlier_run_are_said(tmp_path, capsys):
+    settings = CollectorConfig(msprobe=True, configurations_dump=True, dump_path=str(tmp_path))
+    collector.Collector(settings, load_config("dapo-tiny"), None).begin()
+    assert capsys.readouterr().err == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["configurations.json"]
+    collector.Collector(settings, load_config("dapo-tiny"), None).begin()
+    assert "holds dumps already: steps of this run replace theirs, others stay" in capsys.readouterr().err
+
+
 def test_without_lora_the_same_range_is_that_many_steps():
     assert list(CollectedSteps(first=0, last=4).of("actor_update")) == [0, 1, 2, 3, 4]
 
