@@ -186,9 +186,7 @@ def main() -> None:
                 with contextlib.redirect_stdout(sys.stderr if not options.json else io.StringIO()):
                     document[name] = measure(dtype, Path(folder) / name, options.rounds, not options.without_msprobe)
     first = document.get("float32") or document.get("bfloat16")
-    document |= {
-        k: v for k, v in first.items() if k.endswith("_ratio") or k in ("sketch_bytes_fraction",)
-    }
+    document |= {k: v for k, v in first.items() if k.endswith("_ratio") or k in ("sketch_bytes_fraction",)}
     if options.json:
         print(json.dumps(document, indent=1))
         return

@@ -188,9 +188,7 @@ class ModuleHooks:
                 records = taken and self.modules and not recomputing
                 graph = self.backward and taken and self.modules and torch.is_grad_enabled()
                 found_inputs = call_leaves(args, kwargs) if records or graph else []
-                inputs = [
-                    (path, t, self._reduce(hooked, path, t) if records else None) for path, t in found_inputs
-                ]
+                inputs = [(path, t, self._reduce(hooked, path, t) if records else None) for path, t in found_inputs]
                 targets = []
                 if graph:
                     for path, t in found_inputs:
@@ -290,7 +288,7 @@ class ModuleHooks:
         edges: dict[int, list[tuple[Any, int]]] = {i: [] for i in range(len(frame.targets))}
         starts: list[Any] = []
         handed_on: dict[int, Tensor] = {}
-        for path, t in outputs:
+        for _, t in outputs:
             node, number = _edge(t)
             passed = wanted.get((node, number))
             if passed is not None:
@@ -303,7 +301,7 @@ class ModuleHooks:
             # gradient has the module's other uses of it in it.
             edges[passed] = [(t, -1)]
         by_node: dict[Any, list[tuple[int, _Contribution]]] = {}
-        for i, (path, t, _, _) in enumerate(frame.targets):
+        for i, (path, *_) in enumerate(frame.targets):
             if edges[i]:
                 contribution = _Contribution(self, frame, path, len(edges[i]), samples)
                 for source, position in edges[i]:

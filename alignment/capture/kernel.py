@@ -39,7 +39,18 @@ class Kernel:
         for dtype in (torch.float32, torch.bfloat16):
             function = getattr(loaded, f"alignment_reduce_{str(dtype).removeprefix('torch.')}")
             pointer, integer = ctypes.c_void_p, ctypes.c_int64
-            function.argtypes = [pointer, integer, pointer, pointer, integer, integer, integer, integer, pointer, pointer]
+            function.argtypes = [
+                pointer,
+                integer,
+                pointer,
+                pointer,
+                integer,
+                integer,
+                integer,
+                integer,
+                pointer,
+                pointer,
+            ]
             function.restype = ctypes.c_int
             self._functions[dtype] = function
         self._mix = loaded.alignment_mix
@@ -135,9 +146,7 @@ def _built() -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            subprocess.run(
-                [*command, "-o", str(made), str(SOURCE)], check=True, capture_output=True, timeout=_SECONDS
-            )
+            subprocess.run([*command, "-o", str(made), str(SOURCE)], check=True, capture_output=True, timeout=_SECONDS)
             # Two processes that build at once put the same library in the same place.
             os.replace(made, library)
     return library

@@ -8,8 +8,9 @@
     <dir>/step<S>/<stage>/rank<R>.json        the rows, column by column
 
 The ``.json`` of a rank is written last: its presence says that this stage is finished on this rank, and whatever lies
-beside it without one is left over from a run that was killed. A stage that runs again in the same step (another round of
-generation) and what the driver adds to it are further pieces, ``rank<R>.<piece>.json``; a reader sees one list of rows.
+beside it without one is left over from a run that was killed. A stage that runs again in the same step (another round
+of generation) and what the driver adds to it are further pieces, ``rank<R>.<piece>.json``; a reader sees one list of
+rows.
 """
 
 from __future__ import annotations
@@ -186,7 +187,9 @@ def stage_directory(root: Path, step: int, stage: str) -> Path:
         InputError: the name of the stage is no name of a folder.
     """
     if not _STAGE.fullmatch(stage) or set(stage) == {"."}:
-        raise InputError("this cannot be the name of a stage", where="stage", expected="letters, digits, _ . -", found=stage)
+        raise InputError(
+            "this cannot be the name of a stage", where="stage", expected="letters, digits, _ . -", found=stage
+        )
     return Path(root) / f"step{step}" / stage
 
 
@@ -269,7 +272,9 @@ class OwnCapture:
         if not directory.is_dir():
             return []
         found = [(int(m[1]), m[2] or "") for p in directory.iterdir() if (m := _RANK_FILE.fullmatch(p.name))]
-        return sorted(found, key=lambda f: (f[0], not f[1].isdigit() and f[1] != "", int(f[1]) if f[1].isdigit() else -1, f[1]))
+        return sorted(
+            found, key=lambda f: (f[0], not f[1].isdigit() and f[1] != "", int(f[1]) if f[1].isdigit() else -1, f[1])
+        )
 
 
 class _Rows:
@@ -282,14 +287,21 @@ class _Rows:
         except RecursionError:
             raise self._damaged("the document", "JSON nested a few levels deep", "deeper nesting") from None
         self._is(document, dict, "the document")
-        for name, expected in (("format", FORMAT), ("version", VERSION), ("step", step), ("stage", stage), ("rank", rank)):
+        for name, expected in (
+            ("format", FORMAT),
+            ("version", VERSION),
+            ("step", step),
+            ("stage", stage),
+            ("rank", rank),
+        ):
             if document.get(name) != expected or isinstance(document.get(name), bool):
                 raise self._damaged(name, expected, document.get(name))
         self.count = self._natural(document.get("rows"), "rows")
         columns = self._is(document.get("columns"), dict, "columns")
         self.columns = {name: self._column(columns.get(name), name) for name in _COLUMNS}
         self.parts = [
-            self._file_name(part, f"parts[{i}]") for i, part in enumerate(self._is(document.get("parts"), list, "parts"))
+            self._file_name(part, f"parts[{i}]")
+            for i, part in enumerate(self._is(document.get("parts"), list, "parts"))
         ]
         self.data = self._file_name(document.get("data"), "data")
         groups = self._is(document.get("key_groups"), list, "key_groups")
@@ -346,9 +358,7 @@ class _Rows:
         except (ValueError, OverflowError):
             raise self._damaged(f"{self.data}: statistics[{index}]", "counts", row[4:]) from None
         high, low, mean, l2 = reals
-        return Statistics(
-            max=high, min=low, mean=mean, l2=l2, nan_count=whole[0], inf_count=whole[1], count=whole[2]
-        )
+        return Statistics(max=high, min=low, mean=mean, l2=l2, nan_count=whole[0], inf_count=whole[1], count=whole[2])
 
     def _sketch_loader(self, first: int, count: int) -> Callable[[], np.ndarray]:
         def load() -> np.ndarray:
@@ -379,7 +389,9 @@ class _Rows:
                 raise self._damaged(self.data, f"a tensor {name}", "none")
             fits = len(stored.shape) == len(shape) and all(n in (None, m) for n, m in zip(shape, stored.shape))
             if stored.dtype != dtype or not fits:
-                raise self._damaged(f"{self.data}: {name}", f"{dtype} of shape {shape}", f"{stored.dtype} {stored.shape}")
+                raise self._damaged(
+                    f"{self.data}: {name}", f"{dtype} of shape {shape}", f"{stored.dtype} {stored.shape}"
+                )
             self._arrays[name] = mapped(stored)
         return self._arrays[name]
 
@@ -400,9 +412,7 @@ class _Rows:
 
     def _damaged(self, place: str, expected: object, found: object) -> InputError:
         found = found if isinstance(found, str) else repr(found)
-        return InputError(
-            f"the field {place} is damaged", where=self.path, expected=expected, found=found[:200]
-        )
+        return InputError(f"the field {place} is damaged", where=self.path, expected=expected, found=found[:200])
 
     def _is(self, value: Any, kind: type, place: str) -> Any:
         if not isinstance(value, kind):

@@ -28,7 +28,9 @@ FOLDER = "capture"
 _UPDATES = ("update_actor", "update_critic", "update_student")
 
 
-def capture_observer(config: CaptureConfig, run_dir: Path, *, provenance: Mapping[str, Any] | None = None) -> ObserverSpec:
+def capture_observer(
+    config: CaptureConfig, run_dir: Path, *, provenance: Mapping[str, Any] | None = None
+) -> ObserverSpec:
     """What makes a run capture itself into ``<run_dir>/capture``.
 
     Raises:
@@ -94,9 +96,7 @@ class WorkerCapture:
             return proceed()
         models = {} if stage in self._unwatched else stage_models(worker, stage)
         summed = stage in _UPDATES and self._config.parameter_gradients
-        with self._session.stage(
-            step, stage, models, modules=bool(models), summed_gradients=summed
-        ) as record:
+        with self._session.stage(step, stage, models, modules=bool(models), summed_gradients=summed) as record:
             if record is None:
                 return proceed()
             if summed:

@@ -77,9 +77,9 @@ class TensorRow:
         shape: of the tensor on this rank.
         shard: its place in the whole tensor, or None where it is whole.
         statistics: None where only the tensor was kept, or where there are no numbers.
-        keys: content hashes of the samples, or None. They lie along the leading dimension, or along the second one where
-            that alone has as many elements (megatron-core puts tokens first). Two captures that held the same samples in
-            another order, or in other micro batches, are paired by them.
+        keys: content hashes of the samples, or None. They lie along the leading dimension, or along the second one
+            where that alone has as many elements (megatron-core puts tokens first). Two captures that held the same
+            samples in another order, or in other micro batches, are paired by them.
     """
 
     module: str

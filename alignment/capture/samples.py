@@ -1,4 +1,4 @@
-"""Who is in a micro batch: a content hash per sample, so that the same sample is found again in any order and padding."""
+"""Who is in a micro batch: a content hash per sample, by which it is found again in any order and padding."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def samples_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Samples |
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32) and len(value) > 0
+    return (
+        isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32) and len(value) > 0
+    )
 
 
 def _is_mask(value: Tensor, ids: Tensor) -> bool:

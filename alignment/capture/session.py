@@ -50,7 +50,12 @@ class Capture:
     """
 
     def __init__(
-        self, config: CaptureConfig, *, directory: str | Path, rank: int = 0, provenance: Mapping[str, Any] | None = None
+        self,
+        config: CaptureConfig,
+        *,
+        directory: str | Path,
+        rank: int = 0,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.directory, self.rank = config, Path(directory), rank
         self._writer = BackgroundWriter(queue_bytes=config.queue_bytes)
@@ -239,7 +244,11 @@ def capture(
 
 
 def record_values(
-    record: StageRecord, values: Mapping[str, Tensor], *, role: str = "output", beside: Mapping[str, Tensor] | None = None
+    record: StageRecord,
+    values: Mapping[str, Tensor],
+    *,
+    role: str = "output",
+    beside: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Adds named fields of the pipeline as rows of kind ``value``, with their tensors and the keys of their samples.
 
@@ -269,4 +278,3 @@ def _communicates() -> bool:
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False
     return distributed.get_world_size() > 1
-

@@ -17,7 +17,7 @@ def local_tensor(t: Tensor) -> Tensor:
 
 
 def parameter_shard(parameter: Tensor, module: nn.Module) -> Shard | None:
-    """The place of a parameter of ``module``, or of its gradient: a DTensor's, or a megatron-core tensor parallel one's."""
+    """The place of a parameter of ``module``, or its gradient: a DTensor's, or a parallel layer's of megatron-core."""
     if hasattr(parameter, "_local_tensor"):
         return _dtensor_shard(parameter)
     if getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) >= 0:
@@ -40,7 +40,12 @@ def activation_shard(module: nn.Module, path: str, t: Tensor, batch: tuple[int, 
     if hasattr(t, "_local_tensor"):
         return _dtensor_shard(t)
     kind = type(module).__name__
-    if t.dim() >= 3 and batch is not None and "megatron.core.parallel_state" in sys.modules and _context_parallel() == 1:
+    if (
+        t.dim() >= 3
+        and batch is not None
+        and "megatron.core.parallel_state" in sys.modules
+        and _context_parallel() == 1
+    ):
         piece = _tensor_parallel(t, 0)
         if piece is not None and (t.shape[1], piece.whole) == batch:
             return piece
@@ -49,9 +54,9 @@ def activation_shard(module: nn.Module, path: str, t: Tensor, batch: tuple[int, 
     if getattr(getattr(module, "weight", None), "partition_stride", 1) != 1:
         # A rank holds its pieces of gate and up side by side, which is no single piece of the whole.
         return None
-    sharded = (
-        kind in _COLUMN and path in ("output", "output.0") and not getattr(module, "gather_output", False)
-    ) or (kind in _ROW and path == "args.0" and getattr(module, "input_is_parallel", False))
+    sharded = (kind in _COLUMN and path in ("output", "output.0") and not getattr(module, "gather_output", False)) or (
+        kind in _ROW and path == "args.0" and getattr(module, "input_is_parallel", False)
+    )
     if not sharded or _context_parallel() > 1:
         return None
     return _tensor_parallel(t, t.dim() - 1, expert=_of_expert(module))

@@ -134,7 +134,21 @@ class StageRecord:
         elif kind != "value":
             group = -1
         self._rows.append(
-            (module, class_name, kind, direction, call, role, path, parent, t.dtype, tuple(t.shape), shard, group, reduced)
+            (
+                module,
+                class_name,
+                kind,
+                direction,
+                call,
+                role,
+                path,
+                parent,
+                t.dtype,
+                tuple(t.shape),
+                shard,
+                group,
+                reduced,
+            )
         )
 
     def number(self, module: str, kind: str, direction: str, call: int, path: str, parent: str, value: float) -> None:
@@ -184,7 +198,8 @@ class StageRecord:
 
         def write() -> None:
             write_rows(
-                *place, _columns(rows), piece=piece, statistics=statistics(), sketches=sketches() if size else _NO_SKETCHES,
+                *place, _columns(rows), piece=piece, statistics=statistics(),
+                sketches=sketches() if size else _NO_SKETCHES,
                 key_groups=groups, parts=parts, about=about,
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Runs that capture themselves: the same bytes of metrics, every stage and rank on disk, engines and ranks comparable."""
+"""Runs that capture themselves: the same bytes of metrics, every stage and rank on disk, engines comparable."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_every_rank_writes_its_share(world, whole, tmp_path):
     for stage in sorted(MODEL_STAGES):
         assert reader.ranks(1, stage) == [0, 1]
         keys = [
-            {k for r in rows(reader, 1, stage, rank, kind="value", module="input_ids") for k in r.keys} for rank in (0, 1)
+            {k for r in rows(reader, 1, stage, rank, kind="value", module="input_ids") for k in r.keys}
+            for rank in (0, 1)
         ]
         # Rollout hands ids out; the other stages are given them.
         [whole_row] = rows(one, 1, stage, kind="value", module="input_ids")
@@ -183,7 +184,11 @@ def dapo(*arguments):
 
 def test_overrides_of_the_command_line_switch_it_on(tmp_path):
     run = tmp_path / "run"
-    small = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=1"]
+    small = [
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=1",
+    ]
     done = dapo(
         "--run-dir", str(run), *small, "capture.detail=statistics", "capture.stages=[old_log_prob]", "capture.level=L0"
     )

@@ -1,4 +1,4 @@
-"""A captured run on megatron-core: tensor parallel ranks say which part of the whole they hold, and the parts add up."""
+"""A captured run on megatron-core: ranks say which part of the whole they hold, and the parts add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("ray_cluster")]
 
 EPS = torch.finfo(torch.float32).eps
 BAR = 1e-4
-"""Relative L2 of gradients against the golden engine in float32, the project's bar; here on the scale of all of them."""
+"""Relative L2 of gradients against the golden engine in float32, the project's bar; here by the scale of all."""
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 TWO_RANKS = {
     "trainer__n_gpus_per_node": 2, "engine__train": "megatron", f"{MEGATRON}tensor_model_parallel_size": 2,
@@ -77,7 +77,9 @@ def test_the_parts_of_a_parameter_add_up_to_the_whole(captures):
     assert not any(".local_experts." in name for name in cut), "experts are whole where their own group has one rank"
     for name in cut:
         shards = [p[name].shard for p in parts]
-        assert [s.start for s in shards] == [0, shards[0].length] and shards[0].whole == whole[name].shape[shards[0].dim]
+        assert [s.start for s in shards] == [0, shards[0].length] and shards[0].whole == whole[name].shape[
+            shards[0].dim
+        ]
         total = parts[0][name].sketch() + parts[1][name].sketch()
         assert np.linalg.norm(total - whole[name].sketch()) <= 64 * EPS * whole[name].statistics.l2
 

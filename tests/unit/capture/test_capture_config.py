@@ -23,11 +23,17 @@ def test_overrides_become_the_configuration_and_leave_the_rest():
     )  # fmt: skip
     assert rest == ["trainer.seed=3"]
     assert config == CaptureConfig(
-        detail="tensor", stages=("old_log_prob", "update_actor"), step_start=2, modules=("model.layers.*", "re:lm_.*"), ranks=(0,)
+        detail="tensor",
+        stages=("old_log_prob", "update_actor"),
+        step_start=2,
+        modules=("model.layers.*", "re:lm_.*"),
+        ranks=(0,),
     )
 
 
-@pytest.mark.parametrize(("overrides", "expected"), [(["capture=true"], CaptureConfig()), (["capture.level=L1", "capture=false"], None)])
+@pytest.mark.parametrize(
+    ("overrides", "expected"), [(["capture=true"], CaptureConfig()), (["capture.level=L1", "capture=false"], None)]
+)
 def test_it_is_switched_as_a_whole(overrides, expected):
     assert split_overrides(overrides)[0] == expected
 

@@ -38,7 +38,9 @@ needs_kernel = pytest.mark.skipif(module.kernel() is None, reason="there is no c
 
 @needs_kernel
 @given(
-    n=st.integers(0, 40_000), dtype=st.sampled_from([torch.float32, torch.bfloat16]), scale=st.sampled_from([1e-12, 1, 1e9])
+    n=st.integers(0, 40_000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([1e-12, 1, 1e9]),
 )
 @settings(max_examples=40, deadline=None)
 def test_both_paths_agree_to_the_rounding_of_their_sums(n, dtype, scale):

@@ -114,9 +114,7 @@ def test_tensors_come_back_in_a_dtype_that_holds_them_exactly(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_8_bit_float_is_decoded(tmp_path, dtype):
     bits = torch.arange(256, dtype=torch.uint8)
-    part = write_part(
-        tmp_path, 0, "train", 0, 0, {"t0": (str(dtype).removeprefix("torch."), (256,), bits.numpy())}
-    )
+    part = write_part(tmp_path, 0, "train", 0, 0, {"t0": (str(dtype).removeprefix("torch."), (256,), bits.numpy())})
     [stored] = read_header(stage_directory(tmp_path, 0, "train") / part).tensors
     assert np.array_equal(decoded(stored), bits.view(dtype).float().numpy(), equal_nan=True)
 
@@ -140,7 +138,10 @@ def damage(path, change):
         (lambda d: d.update(rows=5), r"field columns\.module is damaged.*5 rows.*1 rows"),
         (lambda d: d.update(data="../../etc/passwd"), "field data is damaged.*beside this one.*passwd"),
         (lambda d: d["columns"].pop("role"), r"field columns\.role is damaged"),
-        (lambda d: d["columns"]["kind"].update(values=["thing"]), r"columns\.kind is damaged.*module | operator.*thing"),
+        (
+            lambda d: d["columns"]["kind"].update(values=["thing"]),
+            r"columns\.kind is damaged.*module | operator.*thing",
+        ),
         (lambda d: d["columns"]["shape"].update(values=[[-1]]), r"columns\.shape is damaged.*a shape"),
         (lambda d: d["columns"].update(statistics=[7]), r"columns\.statistics\[0\] is damaged.*below 1.*found 7"),
         (lambda d: d["columns"].update(sketch=[2]), r"columns\.sketch\[0\] is damaged.*at most 2 sketches"),
@@ -181,7 +182,10 @@ def test_truncated_files_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("about", "message"),
-    [({"format": "other", "version": 1}, "this is no capture"), ({"format": "alignment-capture", "version": 2}, "another version")],
+    [
+        ({"format": "other", "version": 1}, "this is no capture"),
+        ({"format": "alignment-capture", "version": 2}, "another version"),
+    ],
 )
 def test_what_is_no_capture_of_this_version_is_refused(tmp_path, about, message):
     (tmp_path / "capture.json").write_text(json.dumps(about))

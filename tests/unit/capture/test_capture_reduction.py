@@ -71,7 +71,9 @@ def test_shards_that_are_captured_add_up(tmp_path, monkeypatch):
 
     t = portable_normal((6, 8), seed=2, stream="x", dtype=torch.float32)
     monkeypatch.setattr(
-        hooks, "activation_shard", lambda module, path, x, batch=None: Shard(dim=1, start=int(x[0, 0] == t[0, 4]) * 4, length=4, whole=8)
+        hooks,
+        "activation_shard",
+        lambda module, path, x, batch=None: Shard(dim=1, start=int(x[0, 0] == t[0, 4]) * 4, length=4, whole=8),
     )
     sketches = []
     for rank, part in enumerate(t.chunk(2, dim=1)):

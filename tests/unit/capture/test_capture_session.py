@@ -117,7 +117,8 @@ def test_the_gradient_of_an_input_is_this_modules_share_alone(tmp_path):
         assert np.abs(got.tensor() - share.numpy()).max() <= 16 * EPS * scale
     # Both projections read the norm's output: its gradient is the sum of their shares, and neither share alone.
     left, right = (
-        rows_of(reader, module=f"layers.0.{n}", direction="backward", role="output")[0].tensor() for n in ("left", "right")
+        rows_of(reader, module=f"layers.0.{n}", direction="backward", role="output")[0].tensor()
+        for n in ("left", "right")
     )
     [whole] = [r.tensor() for r in rows_of(reader, module="layers.0.norm", direction="backward", role="input")]
     assert np.array_equal(left + right, whole) and not np.array_equal(left, whole)
