@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from bisect_world import BAD_VALUE, COMMITS, GOOD_VALUE, PROBE, Planted, make_repository, write_stack, write_suite
 
+from alignment.bisect.history import index_releases
 from alignment.bisect.journal import Journal
 
 PROBES = "tests/e2e/bisect_probes"
@@ -79,6 +84,45 @@ def test_the_stretch_that_does_not_build_hides_a_fault(tmp_path):
     assert answer["findings"][0]["edges"][0]["hidden"] == 7
 
 
+@pytest.mark.slow
+def test_killed_in_its_environments_it_names_the_same_commit(tmp_path):
+    """SIGKILL at five random moments, checkouts and installations among them; each time it goes on."""
+    revisions = make_repository(tmp_path / "repository", Planted(fault=130, broken=range(90, 112)))
+    suite = write_suite(tmp_path / "suite")
+    good = write_stack(tmp_path / "good.yaml", tmp_path / "repository", revisions[0])
+    bad = write_stack(tmp_path / "bad.yaml", tmp_path / "repository", revisions[-1])
+    state = tmp_path / "state"
+    arguments = ["run", "--good", good, "--bad", bad, "--probe", PROBE, "--suite", suite, "--state", state]
+    command = [sys.executable, "-m", "alignment", "bisect", *map(str, [*arguments, "--cache", tmp_path / "cache"])]
+    draw, finished = random.Random(20261129), []
+    for _ in range(5):
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        goal = len(finished) + draw.randint(1, 3)
+        while process.poll() is None and len(_probes(state)) < goal:
+            time.sleep(0.02)
+        time.sleep(0.5 * draw.random())
+        assert process.poll() is None, "it ended before it was killed"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        finished = _probes(state)
+    done, answer = bisect(*arguments, "--cache", tmp_path / "cache", "--json")
+    assert done.returncode == 0, done.stderr
+    assert changes(answer) == [[("beta", revisions[127][:12], revisions[130][:12])]]
+    keys = _probes(state)
+    assert keys[: len(finished)] == finished and len(keys) == len(set(keys))
+
+
+def _probes(state: Path) -> list[str]:
+    """Keys of the probes that are whole in the journal."""
+    try:
+        lines = (state / "journal.jsonl").read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["key"] for line in lines if '"event": "probe"' in line]
+
+
 def write_releases(path: Path, **components) -> Path:
     lines = ["schema: 1", f"name: {path.stem}", "components:", *(f'  {n}: "{v}"' for n, v in components.items())]
     path.write_text("\n".join(lines) + "\n")
@@ -87,6 +131,8 @@ def write_releases(path: Path, **components) -> Path:
 
 def releases(folder: Path, component: str, good: str, bad: str, probe: str, *options):
     """A bisection between two releases in virtual environments over this one, with the suite as it is here."""
+    if not index_releases(component):
+        pytest.skip("the package index does not answer")
     ends = [
         write_releases(folder / f"{what}.yaml", **{component: version})
         for what, version in (("good", good), ("bad", bad))

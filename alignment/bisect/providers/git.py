@@ -78,8 +78,10 @@ class GitProvider:
         if not (tree / ".git").exists():
             shutil.rmtree(tree, ignore_errors=True)
             tree.parent.mkdir(parents=True, exist_ok=True)
-            _git(repository, "worktree", "prune")
-            _git(repository, "worktree", "add", "--force", "--detach", str(tree), revision)
+            told = hashlib.sha256(str(repository.resolve()).encode()).hexdigest()[:16]
+            with locked(self.venv.directory / f"{told}.worktrees"):
+                _git(repository, "worktree", "prune")
+                _git(repository, "worktree", "add", "--force", "--detach", str(tree), revision)
         # A checkout that was killed half way is repaired by doing it again, by force.
         (_git_dir(tree) / "index.lock").unlink(missing_ok=True)
         _git(tree, "checkout", "--quiet", "--force", "--detach", revision)

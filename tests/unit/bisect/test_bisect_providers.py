@@ -201,6 +201,40 @@ def test_it_is_installed_again_when_native_files_changed(tmp_path, repository, m
     assert len(linked) == 2
 
 
+@pytest.mark.slow
+def test_native_code_is_compiled_again_where_it_changed(tmp_path):
+    pytest.importorskip("setuptools")
+    folder = tmp_path / "clone"
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (folder / "setup.py").write_text(
+        "from setuptools import Extension, setup\n"
+        "setup(name='gamma', version='1', py_modules=['gamma'], ext_modules=[Extension('_gamma', ['gamma.c'])])\n"
+    )
+    (folder / ".gitignore").write_text("*.so\nbuild\n*.egg-info\n")
+    (folder / "gamma.py").write_text("from _gamma import number\n")
+    source = (
+        "#include <Python.h>\nstatic PyObject *number(PyObject *s, PyObject *a) { return PyLong_FromLong(%d); }\n"
+        'static PyMethodDef m[] = {{"number", number, METH_NOARGS, 0}, {0}};\n'
+        'static struct PyModuleDef d = {PyModuleDef_HEAD_INIT, "_gamma", 0, -1, m};\n'
+        "PyMODINIT_FUNC PyInit__gamma(void) { return PyModule_Create(&d); }\n"
+    )
+    revisions = []
+    for number in (1, 2):
+        (folder / "gamma.c").write_text(source % number)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", str(number)], check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+        revisions.append(head.stdout.strip())
+    provider = GitProvider(venv=VenvProvider(directory=tmp_path / "cache"))
+    for revision, expected in ((revisions[0], "1"), (revisions[1], "2"), (revisions[0], "1")):
+        asked = stack({"gamma": {"module": "gamma"}}, gamma={"git": str(folder), "revision": revision})
+        environment = provider.prepare(asked)
+        assert verify(environment, asked, {}) == []
+        done = environment.run([environment.python, "-c", "import gamma; print(gamma.number())"])
+        assert done.stdout.strip() == expected, done.stderr
+
+
 def test_a_checkout_that_was_killed_is_repaired(tmp_path, repository):
     folder, revisions = repository
     provider = GitProvider(venv=VenvProvider(directory=tmp_path / "cache", uv=None))
