@@ -32,7 +32,7 @@ _INTEGERS = re.compile(r"u?int\d+|bool")
 
 @dataclass
 class _Call:
-    """One call by msprobe's name, its entry in ``dump.json``, and the call it belongs to: module, direction and number."""
+    """One call by its name, its entry in ``dump.json``, and the call it belongs to: module, direction and number."""
 
     name: str
     entry: dict[str, Any] = field(default_factory=dict)

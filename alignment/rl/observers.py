@@ -1,5 +1,5 @@
-"""Who watches the stages of a run from inside its workers: a capture, the precision collector. Named by strings, so that
-the pipeline need not know them.
+"""Who watches the stages of a run from inside its workers: a capture, the precision collector. Named by strings, so
+that the pipeline need not know them.
 """
 
 from __future__ import annotations
