@@ -23,7 +23,9 @@ class PagedCache:
         batch: rows of the captured batch; smaller batches are padded to it.
     """
 
-    def __init__(self, *, blocks: int, block_size: int, width: int, batch: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, *, blocks: int, block_size: int, width: int, batch: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.block_size, self.batch = block_size, batch
         self.keys = torch.zeros(blocks * block_size, width, dtype=dtype)
         self.slot_mapping = torch.full((batch,), DUMMY_SLOT)

@@ -21,7 +21,9 @@ class PrefixCachingRollout(GoldenRollout):
         self._prefixes: dict[tuple[int, ...], tuple[LatentCache, Tensor]] = {}
         super().__init__(*arguments, **options)
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], *, post_process: bool = True, partial: bool = False) -> None:
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], *, post_process: bool = True, partial: bool = False
+    ) -> None:
         """As :meth:`GoldenRollout.update_weights`; the prefix cache is emptied."""
         super().update_weights(stream, post_process=post_process, partial=partial)
         self.reset_prefix_cache()

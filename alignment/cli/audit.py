@@ -21,7 +21,9 @@ def audit(
     faults: FaultsArgument = None,
     category: CategoryOption = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per benign difference.")] = 20,
-    ablation: Annotated[bool, typer.Option(help="Every check against every fault: what only one check catches.")] = False,
+    ablation: Annotated[
+        bool, typer.Option(help="Every check against every fault: what only one check catches.")
+    ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = min(2, os.cpu_count() or 1),
     list_faults: Annotated[bool, typer.Option("--list", help="Print the catalogue and stop.")] = False,
     as_json: JsonOption = False,
@@ -39,7 +41,10 @@ def audit(
     console = console_on(as_json)
     if list_faults:
         if as_json:
-            listed = [{"id": f.id, "category": f.category, "layer": f.layer, "benign": f.benign, "title": f.title} for f in chosen]
+            listed = [
+                {"id": f.id, "category": f.category, "layer": f.layer, "benign": f.benign, "title": f.title}
+                for f in chosen
+            ]
             print(json.dumps(listed, indent=1))
         else:
             print_catalogue(console, chosen)

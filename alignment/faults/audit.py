@@ -1,4 +1,6 @@
-"""Runs the catalogue of faults against the checks: which check catches which fault, where it puts it, and what it cries wolf at."""
+"""Runs the catalogue of faults against the checks: which check catches which fault, where it puts it, and what it
+cries wolf at.
+"""
 
 from __future__ import annotations
 
@@ -143,9 +145,7 @@ def audit(
     with _workers(jobs, checks) as workers:
         rows = [workers.submit(catch, fault, ablation=ablation) for fault in defects]
         # All differences of one seed in one process, for the same reason.
-        alarmed = [
-            workers.submit(alarms_of_seed, benign, seed) for seed in (range(seeds) if benign else ())
-        ]
+        alarmed = [workers.submit(alarms_of_seed, benign, seed) for seed in (range(seeds) if benign else ())]
         for fault, row in zip(defects, rows):
             result.rows.append(row())
             progress(fault.id)
@@ -190,7 +190,9 @@ def _workers(jobs: int, checks: Sequence[Check]) -> Iterator[_Here]:
         yield _Here(checks)
         return
     # A fresh interpreter per worker: a forked one would inherit the locks of PyTorch's threads.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_worker) as pool:
+    with ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare_worker
+    ) as pool:
         yield _Pool(checks, pool)
 
 

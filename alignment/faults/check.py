@@ -2,8 +2,9 @@
 
 Checks compare what the product computes with something that is not the product: a float64 formula of
 :mod:`alignment.faults.reference`, brute force, another implementation, or the product itself on an input that must give
-the same answer. They reach the product through its modules at the moment they run (``from alignment.models import rope``,
-then ``rope.rotate_interleaved``), so that they judge what is there and not what was there when they were imported.
+the same answer. They reach the product through its modules at the moment they run (``from alignment.models import
+rope``, then ``rope.rotate_interleaved``), so that they judge what is there and not what was there when they were
+imported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ LAYERS = ("unit-op", "layer-logits", "layer-grad", "weight-sync", "rollout-vs-tr
 """From the cheapest to the dearest."""
 
 HALF_THE_DIGITS = math.sqrt(unit_roundoff("float64"))
-"""Relative error of a float64 result that has lost half of its digits: no rounding of a well-posed computation does that."""
+"""Relative error of a float64 result that has lost half of its digits: no rounding of a well-posed computation does
+that.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +140,9 @@ def integer_ratio(found: Tensor, golden: Tensor, ratios: dict[str, int]) -> str:
     if not top or not bool(torch.isfinite(found).all()):
         return ""
     quotient = float((found * golden).sum()) / top
-    if float((found - quotient * golden).abs().max()) > HALF_THE_DIGITS * float(golden.abs().max()) * max(1.0, abs(quotient)):
+    if float((found - quotient * golden).abs().max()) > HALF_THE_DIGITS * float(golden.abs().max()) * max(
+        1.0, abs(quotient)
+    ):
         return ""
     for name, size in ratios.items():
         for factor, text in ((float(size), f"{name} (= {size})"), (1 / size, f"1/{name} (= 1/{size})")):
@@ -147,7 +152,9 @@ def integer_ratio(found: Tensor, golden: Tensor, ratios: dict[str, int]) -> str:
 
 
 def allowed(precision: Precision | torch.dtype | str, reduction_length: int, *, operator: str = "matmul") -> float:
-    """The relative error that the declared arithmetic explains: the envelope factor times the floor of the precision."""
+    """The relative error that the declared arithmetic explains: the envelope factor times the floor of the
+    precision.
+    """
     return ENVELOPE_FACTOR * Precision.of(precision).floor(reduction_length, operator=operator)
 
 

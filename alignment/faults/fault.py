@@ -12,8 +12,16 @@ from alignment.numerics.precision import Precision
 
 OPERATOR = "operator"
 STAGES = (
-    "rollout", "old_log_prob", "ref_log_prob", "reward", "teacher", "advantage", "actor_update", "weight_sync", "checkpoint",
-)  # fmt: skip
+    "rollout",
+    "old_log_prob",
+    "ref_log_prob",
+    "reward",
+    "teacher",
+    "advantage",
+    "actor_update",
+    "weight_sync",
+    "checkpoint",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +78,8 @@ class Fault:
     def is_placed_by(self, finding: Finding) -> bool:
         """Whether a finding names the right stage and the culprit.
 
-        A finding about an operator that every stage uses says ``operator`` instead of a stage; it is right when it names
-        the culprit.
+        A finding about an operator that every stage uses says ``operator`` instead of a stage; it is right when it
+        names the culprit.
         """
         names = [name.strip() for name in self.culprit.split("|")]
         return finding.stage in (*self.stage, OPERATOR) and any(name in finding.place for name in names)

@@ -38,7 +38,9 @@ def load_fault(spec: str) -> Callable[[], AbstractContextManager]:
         raise InputError("a fault is named path.py:object", where="--fault", expected="path.py:object", found=spec)
     path = Path(path_text).resolve()
     if not path.is_file() or path.suffix != ".py":
-        raise InputError("the file of the fault does not exist", where="--fault", expected="a .py file", found=path_text)
+        raise InputError(
+            "the file of the fault does not exist", where="--fault", expected="a .py file", found=path_text
+        )
     module_name = f"alignment_fault_{path.stem}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(module_spec)

@@ -12,8 +12,15 @@ from alignment.faults.check import HALF_THE_DIGITS, Finding, differs
 from alignment.models import attention
 
 SUFFIXES = (
-    "embed_tokens", "input_layernorm", "kv_a_layernorm", "self_attn", "post_attention_layernorm", "mlp", "norm", "lm_head",
-)  # fmt: skip
+    "embed_tokens",
+    "input_layernorm",
+    "kv_a_layernorm",
+    "self_attn",
+    "post_attention_layernorm",
+    "mlp",
+    "norm",
+    "lm_head",
+)
 
 
 class Observed:
@@ -65,7 +72,9 @@ def _keeping(found: Observed, path: str):
 def _keeping_routing(found: Observed, path: str):
     def hook(module, inputs, output) -> None:
         chosen, weights = output
-        spread = torch.zeros(len(chosen), module.config.n_routed_experts, dtype=weights.dtype).scatter(-1, chosen, weights)
+        spread = torch.zeros(len(chosen), module.config.n_routed_experts, dtype=weights.dtype).scatter(
+            -1, chosen, weights
+        )
         found.keep(path, spread)
 
     return hook
@@ -84,8 +93,8 @@ def first_divergence(
     """The first module, in the order of computation, whose output is not the reference's.
 
     Args:
-        rows: (row of the batch, columns of its real tokens as a mask ``[s]``, the reference's outputs of that sequence).
-        batch: rows of the batch, to bring what modules computed on flattened tokens back to ``[b, s, …]``.
+        rows: (row of the batch, columns of its real tokens as a mask ``[s]``, the reference's outputs of that
+        sequence). batch: rows of the batch, to bring what modules computed on flattened tokens back to ``[b, s, …]``.
         expanded: whether queries and keys are those of expanded attention.
         scale: what the attention should be scaled with.
     """
@@ -114,8 +123,8 @@ def _inside_attention(
 ) -> list[Finding]:
     """Why the attention of one layer is wrong: its queries, its keys or its scale.
 
-    Looked at only then: another form of attention (absorbed, or with all positions moved) has other queries and keys and
-    the same result.
+    Looked at only then: another form of attention (absorbed, or with all positions moved) has other queries and keys
+    and the same result.
     """
     layer = int(path.split(".")[2])
     if layer >= len(found.attention):
@@ -124,7 +133,9 @@ def _inside_attention(
     for what, tensor in (("query", call.query), ("key", call.key)):
         for row, real, golden in rows:
             place = path.replace("core", what)
-            wrong = differs(tensor[row][:, real], golden[place], stage=stage, place=place, what=f"row {row}", bound=bound)
+            wrong = differs(
+                tensor[row][:, real], golden[place], stage=stage, place=place, what=f"row {row}", bound=bound
+            )
             if wrong:
                 return wrong
     if scale is not None and abs(call.scale - scale) > bound * scale:

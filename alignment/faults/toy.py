@@ -1,8 +1,9 @@
-"""The small models and ragged batches the checks run on: float64, milliseconds, and hard where real ones are comfortable.
+"""The small models and ragged batches the checks run on: float64, milliseconds, and hard where real ones are
+comfortable.
 
-Square experts (``moe_intermediate_size = hidden_size``), every head width different, a router bias far from zero, grouped
-and plain routing, plain rope and YaRN with two mscale fields, a tied and an untied head, left and right padding, rows of
-unequal length, and a sequence that leaves the first 256 positions.
+Square experts (``moe_intermediate_size = hidden_size``), every head width different, a router bias far from zero,
+grouped and plain routing, plain rope and YaRN with two mscale fields, a tied and an untied head, left and right
+padding, rows of unequal length, and a sequence that leaves the first 256 positions.
 """
 
 from __future__ import annotations
@@ -103,7 +104,12 @@ class Ragged:
 
 @lru_cache(maxsize=64)
 def ragged(
-    name: str, seed: int, *, prompts: tuple[int, ...] = (5, 2, 7), responses: tuple[int, ...] = (4, 6, 1), extra: int = 1
+    name: str,
+    seed: int,
+    *,
+    prompts: tuple[int, ...] = (5, 2, 7),
+    responses: tuple[int, ...] = (4, 6, 1),
+    extra: int = 1,
 ) -> Ragged:
     """Random sequences; the batch is ``extra`` wider than the longest on either side."""
     width, answer = max(prompts) + extra, max(responses) + extra

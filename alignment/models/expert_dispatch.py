@@ -46,7 +46,9 @@ class ExpertWeights:
         return self.gate.shape[0]
 
     def cut(self, rank: int, ranks: int) -> ExpertWeights:
-        """Every expert's part for one of ``ranks`` tensor parallel ranks; the bias behind the sum is on rank 0 alone."""
+        """Every expert's part for one of ``ranks`` tensor parallel ranks; the bias behind the sum is on rank 0
+        alone.
+        """
 
         def rows(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.chunk(ranks, dim=1)[rank]

@@ -13,8 +13,8 @@ LARGEST_E4M3 = float(torch.finfo(torch.float8_e4m3fn).max)
 class Fp8KeyValues:
     """The keys (or values) of one layer as float8_e4m3fn.
 
-    The scale is calibrated: the largest magnitude that was seen, over 448. It belongs to the weights that made the keys,
-    so an engine that takes new weights takes new scales with them, or calibrates again.
+    The scale is calibrated: the largest magnitude that was seen, over 448. It belongs to the weights that made the
+    keys, so an engine that takes new weights takes new scales with them, or calibrates again.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,9 @@ class Fp8KeyValues:
             InputError: there is no scale yet.
         """
         if self.scale is None:
-            raise InputError("the cache has no scale", where="Fp8KeyValues", next_step="calibrate it, or load its scale")
+            raise InputError(
+                "the cache has no scale", where="Fp8KeyValues", next_step="calibrate it, or load its scale"
+            )
         return (values.float() / self.scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
 
     def read(self, stored: Tensor, dtype: torch.dtype) -> Tensor:

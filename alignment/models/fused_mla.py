@@ -1,4 +1,6 @@
-"""MLA's pre-processing as one operator: projections, norm and rotation by halves on weights that were reordered once."""
+"""MLA's pre-processing as one operator: projections, norm and rotation by halves on weights that were reordered
+once.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from alignment.errors import InputError
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, *, decay: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """o_t = S_t q_t with S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ (Yang et al. 2024, arXiv:2412.06464, equation 10).
+    """o_t = S_t q_t with S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ (Yang et al. 2024, arXiv:2412.06464,
+    equation 10).
 
     The state S starts from zero at the first token of *every* sequence of the pack.
 
@@ -30,7 +31,10 @@ def gated_delta_rule(
     bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or sorted(set(bounds)) != bounds:
         raise InputError(
-            "the sequences do not fill the pack", where="cu_seqlens", expected=f"rising from 0 to {tokens}", found=bounds
+            "the sequences do not fill the pack",
+            where="cu_seqlens",
+            expected=f"rising from 0 to {tokens}",
+            found=bounds,
         )
     outputs = []
     for start, end in zip(bounds, bounds[1:]):
@@ -42,4 +46,3 @@ def gated_delta_rule(
             state = state + b * torch.einsum("hv,hd->hvd", v - recalled, k)
             outputs.append(torch.einsum("hvd,hd->hv", state, query[:, t]))
     return torch.stack(outputs, dim=1)
-

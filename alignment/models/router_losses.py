@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def load_balancing_loss(scores: Tensor, chosen: Tensor, *, tokens: int | None = None, load: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    scores: Tensor, chosen: Tensor, *, tokens: int | None = None, load: Tensor | None = None
+) -> Tensor:
     """E · Σ_e f_e · P_e with f_e the share of choices of expert e and P_e its mean normalised score (Fedus et al. 2021,
     arXiv:2101.03961, equation 4, for k choices per token).
 

@@ -56,7 +56,9 @@ def replay_routing(model: CausalLM, recorded: Sequence[Tensor | None]) -> Iterat
     for order, (index, router) in enumerate(routers(model)):
         experts = recorded[entry_of_layer(index, order)]
         if experts is None:
-            raise InputError("the record has no experts for a layer that routes", where=f"model.layers.{index}.mlp.gate")
+            raise InputError(
+                "the record has no experts for a layer that routes", where=f"model.layers.{index}.mlp.gate"
+            )
         handles.append(router.register_forward_hook(_replayed(experts)))
     try:
         yield

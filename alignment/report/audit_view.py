@@ -30,9 +30,13 @@ def print_audit(console: Console, audit: Audit) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("fault", "caught by", "layer", "stage", "placed at", "s", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        "fault", "caught by", "layer", "stage", "placed at", "s", box=None, pad_edge=False, header_style="bold"
+    )
     for row in audit.rows:
-        place = escape(row.place) if row.placed or not row.caught else f"{escape(row.place)} (not {escape(row.culprit)})"
+        place = (
+            escape(row.place) if row.placed or not row.caught else f"{escape(row.place)} (not {escape(row.culprit)})"
+        )
         layer = row.layer if row.by_cheapest_layer or not row.caught else f"{row.layer} (not {row.expected_layer})"
         table.add_row(row.fault, row.check or "MISSED", layer, row.stage, place, f"{row.seconds:.2f}")
     console.print(table)
@@ -47,8 +51,8 @@ def print_audit(console: Console, audit: Audit) -> None:
             _say(console, f"  {name}: {', '.join(faults) or f'nothing; kept because {reasons[name]}'}")
     _say(
         console,
-        f"{audit.caught} of {len(audit.rows)} defects caught, {audit.placed} placed right, {audit.by_cheapest_layer} by the "
-        f"cheapest layer; {len(audit.alarms)} false alarms in {audit.benign_runs} benign runs; {audit.seconds:.1f} s",
+        f"{audit.caught} of {len(audit.rows)} defects caught, {audit.placed} placed right, "
+        f"{audit.by_cheapest_layer} by the cheapest layer; {len(audit.alarms)} false alarms in {audit.benign_runs} benign runs; {audit.seconds:.1f} s",
     )
 
 
@@ -62,8 +66,12 @@ def markdown_table(audit: dict[str, Any]) -> str:
     for row in audit["matrix"]:
         by_category.setdefault(row["category"], []).append(row)
     for category, rows in by_category.items():
-        layers = {layer: sum(row["layer"] == layer for row in rows) for layer in dict.fromkeys(r["layer"] for r in rows)}
-        told = ", ".join(f"{layer} {count}" for layer, count in sorted(layers.items(), key=lambda pair: -pair[1]) if layer)
+        layers = {
+            layer: sum(row["layer"] == layer for row in rows) for layer in dict.fromkeys(r["layer"] for r in rows)
+        }
+        told = ", ".join(
+            f"{layer} {count}" for layer, count in sorted(layers.items(), key=lambda pair: -pair[1]) if layer
+        )
         lines.append(f"| {category} | {_counts(rows)} | {told} |")
     lines.append(f"| **all** | {_counts(audit['matrix'])} | |")
     alarms = f"{audit['false_alarms']} false alarms in {audit['benign_runs']} runs of benign differences"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from alignment.errors import InputError
 
-
 ALIGNMENT = 8
 """Bytes of the largest dtype."""
 
@@ -77,7 +76,9 @@ def through_buckets(stream: Iterable[tuple[str, Tensor]], *, size: int) -> Itera
     bucket = Bucket(size)
     for name, tensor in stream:
         if tensor.nbytes > size:
-            raise InputError("a tensor does not fit into a bucket", where=name, expected=f"{size} bytes", found=tensor.nbytes)
+            raise InputError(
+                "a tensor does not fit into a bucket", where=name, expected=f"{size} bytes", found=tensor.nbytes
+            )
         if not bucket.fits(tensor):
             yield from [(slot.name, take_out(bucket, slot)) for slot in bucket.slots]
             bucket.clear()

@@ -18,7 +18,9 @@ def is_quantised(name: str, tensor: Tensor) -> bool:
     return tensor.ndim == 2 and name.endswith(".weight") and not any(part in f"{name}." for part in KEPT)
 
 
-def quantised_stream(stream: Iterable[tuple[str, Tensor]], *, block: tuple[int, int] = (128, 128)) -> Iterator[tuple[str, Tensor]]:
+def quantised_stream(
+    stream: Iterable[tuple[str, Tensor]], *, block: tuple[int, int] = (128, 128)
+) -> Iterator[tuple[str, Tensor]]:
     """The stream as an FP8 engine takes it: codes and ``…_scale_inv`` of what is quantised, the rest unchanged."""
     for name, tensor in stream:
         if is_quantised(name, tensor):
@@ -29,7 +31,9 @@ def quantised_stream(stream: Iterable[tuple[str, Tensor]], *, block: tuple[int, 
             yield name, tensor
 
 
-def effective_weights(stream: Iterable[tuple[str, Tensor]], *, block: tuple[int, int] = (128, 128)) -> dict[str, Tensor]:
+def effective_weights(
+    stream: Iterable[tuple[str, Tensor]], *, block: tuple[int, int] = (128, 128)
+) -> dict[str, Tensor]:
     """The weights an FP8 engine computes with, in BF16 where they were quantised."""
     held: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}

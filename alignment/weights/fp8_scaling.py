@@ -11,7 +11,8 @@ LARGEST_E4M3 = float(torch.finfo(torch.float8_e4m3fn).max)
 class DelayedScaling:
     """Scale from the largest magnitude of the last ``history`` steps (NVIDIA Transformer Engine, ``DelayedScaling``).
 
-    ``quantize`` first writes this step's magnitude into the history and then reads the scale, so the first step has one.
+    ``quantize`` first writes this step's magnitude into the history and then reads the scale, so the first step has
+    one.
     """
 
     def __init__(self, *, history: int = 16) -> None:

@@ -18,8 +18,18 @@ from alignment.faults.fault import Fault
 
 GROUP = "alignment.faults"
 CATEGORIES = (
-    "attention", "moe", "dtype", "weight_sync", "sampler", "loss", "parallel", "checkpoint", "data", "distill", "benign",
-)  # fmt: skip
+    "attention",
+    "moe",
+    "dtype",
+    "weight_sync",
+    "sampler",
+    "loss",
+    "parallel",
+    "checkpoint",
+    "data",
+    "distill",
+    "benign",
+)
 
 
 @cache
@@ -71,5 +81,7 @@ def _from_entry_points() -> Iterable[Fault]:
         loaded = point.load()
         for fault in [loaded] if isinstance(loaded, Fault) else list(loaded):
             if not isinstance(fault, Fault):
-                raise InputError("an entry point is no fault", where=f"{GROUP}: {point.name}", found=type(fault).__name__)
+                raise InputError(
+                    "an entry point is no fault", where=f"{GROUP}: {point.name}", found=type(fault).__name__
+                )
             yield fault

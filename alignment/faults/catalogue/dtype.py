@@ -107,7 +107,9 @@ def _padding_not_zeroed(original):
     def quantize(weight, *, block=(128, 128)):
         rows, columns = weight.shape
         # An empty buffer of whole blocks: what lies behind the weight is whatever was in the memory.
-        padded = F.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]), value=float("nan")).nan_to_num(nan=3e4)
+        padded = F.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]), value=float("nan")).nan_to_num(
+            nan=3e4
+        )
         codes, scale = original(padded, block=block)
         return codes[:rows, :columns], scale
 

@@ -54,7 +54,10 @@ def _default_loader_from_the_second_update(original):
         def loaded():
             for name, tensor in stream:
                 # Without its loader the parameter is filled as it comes, and the layout the kernel wants is not made.
-                yield name, tensor.t() if again and ".experts." in name and tensor.shape[0] == tensor.shape[1] else tensor
+                yield (
+                    name,
+                    tensor.t() if again and ".experts." in name and tensor.shape[0] == tensor.shape[1] else tensor,
+                )
 
         original(self, loaded(), post_process=post_process, partial=partial)
         self.updated_before = True
@@ -156,7 +159,11 @@ def _head_kept_apart(original):
 def _split_along_the_rows(original):
     def split(fused, *, groups, head_dim):
         kept = groups * head_dim
-        return fused[: len(fused) - 2 * kept], fused[len(fused) - 2 * kept : len(fused) - kept], fused[len(fused) - kept :]
+        return (
+            fused[: len(fused) - 2 * kept],
+            fused[len(fused) - 2 * kept : len(fused) - kept],
+            fused[len(fused) - kept :],
+        )
 
     return split
 

@@ -33,7 +33,9 @@ class _Watched:
 
 
 def micro_batches(setting: Setting) -> Iterator[Finding]:
-    """Many small gradients of one sign on a large sum, and one alone: each parameter's total, in float64 and float32."""
+    """Many small gradients of one sign on a large sum, and one alone: each parameter's total, in float64 and
+    float32.
+    """
     for dtype, bound in ((torch.float64, None), (torch.float32, unit_roundoff("float32") * MICRO_BATCHES)):
         model = nn.Linear(3, 2).to(dtype)
         rows = [(1 + 2.0**-9 * toy.normal((4, 3), setting.seed, f"micro {n}")).to(dtype) for n in range(MICRO_BATCHES)]
@@ -46,7 +48,9 @@ def micro_batches(setting: Setting) -> Iterator[Finding]:
             ranks=rank,
         )
         names = [name for name, _ in model.named_parameters()]
-        engine.update([{"x": x} for x in rows], lambda outputs, batch: (outputs["values"].sum(), {}), stage="actor_update")
+        engine.update(
+            [{"x": x} for x in rows], lambda outputs, batch: (outputs["values"].sum(), {}), stage="actor_update"
+        )
         total = sum(x.double().sum(0) for x in rows)
         golden = {"weight": total.expand(2, 3), "bias": torch.full((2,), 4.0 * MICRO_BATCHES, dtype=torch.float64)}
         for name, found in zip(names, rank.seen):
@@ -62,9 +66,13 @@ def ranks(setting: Setting) -> Iterator[Finding]:
         for size in (1e3, 0.3, 1e-5):
             parts = [toy.normal((4, 5), setting.seed, f"rank {n}", scale=size) for n in range(count)]
             yield from differs(
-                data_parallel.average_over_ranks(parts), sum(parts) / count, stage="actor_update",
-                place="data_parallel.average_over_ranks.gradient", what=f"DP {count}, gradients of {size:g}", ratios={"DP": count},
-            )  # fmt: skip
+                data_parallel.average_over_ranks(parts),
+                sum(parts) / count,
+                stage="actor_update",
+                place="data_parallel.average_over_ranks.gradient",
+                what=f"DP {count}, gradients of {size:g}",
+                ratios={"DP": count},
+            )
 
 
 def cancellation(setting: Setting) -> Iterator[Finding]:
@@ -87,12 +95,35 @@ def cancellation(setting: Setting) -> Iterator[Finding]:
             # Probabilities differ by a hundredth, and each is off by a few roundings.
             bound = 1e4 * unit_roundoff(str(dtype).removeprefix("torch.")) / max(1e-2, min(beta, 1 - beta) or 1.0)
             yield from differs(
-                found, right, stage="actor_update", place="distill_loss.jsd.gradient", what=f"β = {beta}, {dtype}", bound=bound
+                found,
+                right,
+                stage="actor_update",
+                place="distill_loss.jsd.gradient",
+                what=f"β = {beta}, {dtype}",
+                bound=bound,
             )
 
 
 CHECKS = (
-    Check(name="accumulation.ranks", layer="unit-op", cost=0.001, run=ranks),
-    Check(name="accumulation.micro_batches", layer="unit-op", cost=0.01, run=micro_batches),
-    Check(name="accumulation.cancellation", layer="layer-grad", cost=0.01, run=cancellation),
+    Check(
+        name="accumulation.ranks",
+        layer="unit-op",
+        cost=0.001,
+        run=ranks,
+        kept_because="it names the average, where layouts see only its consequences",
+    ),  # fmt: skip
+    Check(
+        name="accumulation.micro_batches",
+        layer="unit-op",
+        cost=0.01,
+        run=micro_batches,
+        kept_because="it names the parameter, where steps see only a norm",
+    ),  # fmt: skip
+    Check(
+        name="accumulation.cancellation",
+        layer="layer-grad",
+        cost=0.01,
+        run=cancellation,
+        kept_because="the gradient where student and teacher meet, which far rows do not show",
+    ),  # fmt: skip
 )

@@ -54,7 +54,8 @@ def masks(setting: Setting) -> Iterator[Finding]:
                 not bool(wrong.any()),
                 stage="old_log_prob" if queries == len(segments[0]) else "rollout",
                 place=place,
-                evidence=f"{name}, {queries} queries: {int(wrong.sum())} pairs are wrong, first {wrong.nonzero()[:1].tolist()}",
+                evidence=f"{name}, {queries} queries: {int(wrong.sum())} pairs are wrong, "
+                f"first {wrong.nonzero()[:1].tolist()}",
             )
 
 
@@ -106,7 +107,9 @@ def kernel(setting: Setting) -> Iterator[Finding]:
                 ):
                     yield from differs(gradient, right, stage=OPERATOR, place=f"{KERNEL}.grad_{key}", what=what)
                 untouched = torch.equal(given, mask) and all(torch.equal(leaves[key], inputs[key]) for key in inputs)
-                yield from expect(untouched, stage=OPERATOR, place=KERNEL, evidence=f"{what}: an input was changed in place")
+                yield from expect(
+                    untouched, stage=OPERATOR, place=KERNEL, evidence=f"{what}: an input was changed in place"
+                )
 
 
 def linear(setting: Setting) -> Iterator[Finding]:
@@ -127,7 +130,9 @@ def linear(setting: Setting) -> Iterator[Finding]:
                 for i in range(start, t + 1):
                     term = beta[head, i] * torch.outer(v[head, i], k[head, i])
                     for j in range(i + 1, t + 1):
-                        forget = torch.eye(width, dtype=torch.float64) - beta[head, j] * torch.outer(k[head, j], k[head, j])
+                        forget = torch.eye(width, dtype=torch.float64) - beta[head, j] * torch.outer(
+                            k[head, j], k[head, j]
+                        )
                         term = decay[head, j] * term @ forget
                     total = total + term
                 golden[head, t] = total @ q[head, t]
@@ -137,7 +142,19 @@ def linear(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="attention.masks", layer="unit-op", cost=0.005, run=masks),
-    Check(name="attention.kernel", layer="unit-op", cost=0.02, run=kernel),
+    Check(
+        name="attention.masks",
+        layer="unit-op",
+        cost=0.005,
+        run=masks,
+        kept_because="it names the mask, where the kernel and the model see only values",
+    ),  # fmt: skip
+    Check(
+        name="attention.kernel",
+        layer="unit-op",
+        cost=0.02,
+        run=kernel,
+        kept_because="the kernel by itself, forward and backward, where the model only differs",
+    ),  # fmt: skip
     Check(name="attention.linear", layer="unit-op", cost=0.01, run=linear),
 )

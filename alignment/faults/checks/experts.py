@@ -41,7 +41,8 @@ def selection(setting: Setting) -> Iterator[Finding]:
             not bool(wrong.any()),
             stage=OPERATOR,
             place=f"{GATE}.choice",
-            evidence=f"{what}: {int(wrong.sum())} tokens go to other experts, the first is {wrong.nonzero()[:1].tolist()}",
+            evidence=f"{what}: {int(wrong.sum())} tokens go to other experts, "
+            f"the first is {wrong.nonzero()[:1].tolist()}",
         )
         spread = torch.zeros_like(scores).scatter(-1, chosen, weights)
         yield from differs(spread, golden_weights, stage=OPERATOR, place=f"{GATE}.weights", what=what)
@@ -75,10 +76,12 @@ def gate_precision(setting: Setting) -> Iterator[Finding]:
         logits = x.double() @ subject.weight.double().T
     scores = 1 / (1 + torch.exp(-logits))
     bias = subject.e_score_correction_bias.double()
-    # How far each score may be off: a rounding of the logits is relative to the sum of |products|, the slope of the sigmoid
-    # is s (1 − s), and the score itself is rounded to float32 at least.
+    # How far each score may be off: a rounding of the logits is relative to the sum of |products|, the slope of the
+    # sigmoid is s (1 − s), and the score itself is rounded to float32 at least.
     reach = x.double().abs() @ subject.weight.detach().double().abs().T
-    off = allowed(declared, 64, operator="router") * scores * (1 - scores) * reach + 4 * unit_roundoff("float32") * scores
+    off = (
+        allowed(declared, 64, operator="router") * scores * (1 - scores) * reach + 4 * unit_roundoff("float32") * scores
+    )
     margin = 2 * off.max(-1).values
     golden_choice, golden_weights = routing.choose(scores, bias, config)
     selected = torch.zeros(len(x), 16, dtype=torch.float64).scatter(-1, chosen, 1.0)
@@ -218,7 +221,8 @@ def permutation(setting: Setting) -> Iterator[Finding]:
                 torch.equal(how.counts, counts),
                 stage="rollout",
                 place="mlp.experts.group_list",
-                evidence=f"{how.counts.tolist()} tokens per expert, {int(how.counts.sum())} in all, instead of {counts.tolist()}",
+                evidence=f"{how.counts.tolist()} tokens per expert, {int(how.counts.sum())} in all, "
+                f"instead of {counts.tolist()}",
             )
             pairs = [
                 (int(e), t * scene.chosen.shape[1] + c)
@@ -342,9 +346,13 @@ def side_gradients(setting: Setting) -> Iterator[Finding]:
                 activation = side.attach(part @ leaf.T, router_losses.z_loss(part @ leaf.T))
                 found += torch.autograd.grad((activation * 0).sum(), leaf)[0]
         yield from differs(
-            found, right, stage="actor_update", place="router.aux_loss.gradient", what=f"{micro} micro-batches, TP {tensor}",
+            found,
+            right,
+            stage="actor_update",
+            place="router.aux_loss.gradient",
+            what=f"{micro} micro-batches, TP {tensor}",
             ratios={"TP": tensor} if micro == 1 else {"TP": tensor, "micro-batches": micro},
-        )  # fmt: skip
+        )
 
 
 def replay(setting: Setting) -> Iterator[Finding]:
@@ -383,14 +391,62 @@ def replay(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="experts.activation", layer="unit-op", cost=0.001, run=activation),
-    Check(name="experts.swiglu", layer="unit-op", cost=0.002, run=swiglu),
-    Check(name="experts.permutation", layer="unit-op", cost=0.004, run=permutation),
-    Check(name="experts.unpermute", layer="unit-op", cost=0.003, run=unpermute),
-    Check(name="router.losses", layer="unit-op", cost=0.001, run=losses),
-    Check(name="router.selection", layer="unit-op", cost=0.02, run=selection),
-    Check(name="router.precision", layer="unit-op", cost=0.03, run=gate_precision),
-    Check(name="experts.dispatch", layer="layer-logits", cost=0.01, run=dispatch),
+    Check(
+        name="experts.activation",
+        layer="unit-op",
+        cost=0.001,
+        run=activation,
+        kept_because="it names the activation, where experts only differ",
+    ),  # fmt: skip
+    Check(
+        name="experts.swiglu",
+        layer="unit-op",
+        cost=0.002,
+        run=swiglu,
+        kept_because="it names the layer, with the gradients of its weights",
+    ),  # fmt: skip
+    Check(
+        name="experts.permutation",
+        layer="unit-op",
+        cost=0.004,
+        run=permutation,
+        kept_because="it names counts and map, where outputs only differ",
+    ),  # fmt: skip
+    Check(
+        name="experts.unpermute",
+        layer="unit-op",
+        cost=0.003,
+        run=unpermute,
+        kept_because="it names the marker, where outputs only differ",
+    ),  # fmt: skip
+    Check(
+        name="router.losses",
+        layer="unit-op",
+        cost=0.001,
+        run=losses,
+        kept_because="load balancing is no entry of the catalogue",
+    ),  # fmt: skip
+    Check(
+        name="router.selection",
+        layer="unit-op",
+        cost=0.02,
+        run=selection,
+        kept_because="it names choice or weight, over more rows than any model here",
+    ),  # fmt: skip
+    Check(
+        name="router.precision",
+        layer="unit-op",
+        cost=0.03,
+        run=gate_precision,
+        kept_because="the margin decides near-ties of a bfloat16 model, which float64 has not",
+    ),  # fmt: skip
+    Check(
+        name="experts.dispatch",
+        layer="layer-logits",
+        cost=0.01,
+        run=dispatch,
+        kept_because="a share of the experts, capacity and biases together, as an engine runs them",
+    ),  # fmt: skip
     Check(name="experts.layouts", layer="layer-logits", cost=0.01, run=layouts),
     Check(name="router.replay", layer="layer-logits", cost=0.1, run=replay),
     Check(name="router.side_gradients", layer="layer-grad", cost=0.01, run=side_gradients),

@@ -36,7 +36,11 @@ def forward(setting: Setting) -> Iterator[Finding]:
         with torch.no_grad(), observed(model) as found:
             model(batch.input_ids, attention_mask=batch.attention_mask)
         yield from first_divergence(
-            found, _rows(name, setting.seed), stage="old_log_prob", batch=len(batch.sequences), scale=rotary.softmax_scale(config)
+            found,
+            _rows(name, setting.seed),
+            stage="old_log_prob",
+            batch=len(batch.sequences),
+            scale=rotary.softmax_scale(config),
         )
 
 
@@ -46,7 +50,9 @@ def packed(setting: Setting) -> Iterator[Finding]:
         batch, model = toy.ragged(name, setting.seed), toy.model(name, setting.seed)
         order = ((0, 1, 2), (2, 0, 1))
         ids = torch.stack([torch.cat([batch.sequences[i] for i in row]) for row in order])
-        segments = torch.stack([torch.cat([torch.full((len(batch.sequences[i]),), n + 1) for n, i in enumerate(row)]) for row in order])
+        segments = torch.stack(
+            [torch.cat([torch.full((len(batch.sequences[i]),), n + 1) for n, i in enumerate(row)]) for row in order]
+        )
         with torch.no_grad(), observed(model) as found:
             model(ids, segment_ids=segments)
         rows = [
@@ -55,7 +61,9 @@ def packed(setting: Setting) -> Iterator[Finding]:
             for n, i in enumerate(row)
         ]
         for finding in first_divergence(found, rows, stage="old_log_prob", batch=2):
-            yield Finding(stage=finding.stage, place=f"segment_ids · {finding.place}", evidence=f"packed {finding.evidence}")
+            yield Finding(
+                stage=finding.stage, place=f"segment_ids · {finding.place}", evidence=f"packed {finding.evidence}"
+            )
 
 
 def long(setting: Setting) -> Iterator[Finding]:
@@ -64,7 +72,9 @@ def long(setting: Setting) -> Iterator[Finding]:
         batch = toy.ragged(name, setting.seed, prompts=(LONG,), responses=(1,), extra=0)
         with torch.no_grad():
             found = toy.model(name, setting.seed)(batch.input_ids)[0]
-        yield from differs(found, _long_logits(name, setting.seed), stage="old_log_prob", place="model.rotary", what="290 tokens")
+        yield from differs(
+            found, _long_logits(name, setting.seed), stage="old_log_prob", place="model.rotary", what="290 tokens"
+        )
 
 
 @lru_cache(maxsize=8)
@@ -160,11 +170,53 @@ def _stepwise(name: str, setting: Setting, *, chunk: int | None) -> list[Finding
 
 
 CHECKS = (
-    Check(name="model.forward", layer="layer-logits", cost=0.05, run=forward),
-    Check(name="model.packed", layer="layer-logits", cost=0.06, run=packed),
-    Check(name="model.float32", layer="layer-logits", cost=0.051, run=float32),
-    Check(name="model.decode", layer="layer-logits", cost=0.1, run=decode),
-    Check(name="model.chunked_prefill", layer="layer-logits", cost=0.11, run=chunked),
-    Check(name="model.long", layer="layer-logits", cost=0.12, run=long),
-    Check(name="model.gradients", layer="layer-grad", cost=0.1, run=gradients),
+    Check(
+        name="model.forward",
+        layer="layer-logits",
+        cost=0.05,
+        run=forward,
+        kept_because="it finds the first module that is wrong, whatever is wrong with it",
+    ),  # fmt: skip
+    Check(
+        name="model.packed",
+        layer="layer-logits",
+        cost=0.06,
+        run=packed,
+        kept_because="it is the only one that packs in a batch of the whole model",
+    ),  # fmt: skip
+    Check(
+        name="model.float32",
+        layer="layer-logits",
+        cost=0.051,
+        run=float32,
+        kept_because="rounding that float64 models do not do",
+    ),  # fmt: skip
+    Check(
+        name="model.decode",
+        layer="layer-logits",
+        cost=0.1,
+        run=decode,
+        kept_because="the decode path of a bare model, before any engine",
+    ),  # fmt: skip
+    Check(
+        name="model.chunked_prefill",
+        layer="layer-logits",
+        cost=0.11,
+        run=chunked,
+        kept_because="queries that begin inside the cache are no entry of the catalogue",
+    ),  # fmt: skip
+    Check(
+        name="model.long",
+        layer="layer-logits",
+        cost=0.12,
+        run=long,
+        kept_because="positions beyond 256 through all layers; windows and block sizes are no entry of the catalogue",
+    ),  # fmt: skip
+    Check(
+        name="model.gradients",
+        layer="layer-grad",
+        cost=0.1,
+        run=gradients,
+        kept_because="a wrong gradient behind a right forward, of any parameter",
+    ),  # fmt: skip
 )

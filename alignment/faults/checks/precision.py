@@ -1,7 +1,7 @@
 """Declared precision: operators and engines in float32 and bfloat16 are as exact as they say, and no worse.
 
-Inputs are rounded first, so the float64 side starts from equal values; a bound is a multiple of the unit roundoff of the
-declared arithmetic. A run that declares less (a matmul mode, a dtype for the router or the rollout) is allowed more.
+Inputs are rounded first, so the float64 side starts from equal values; a bound is a multiple of the unit roundoff of
+the declared arithmetic. A run that declares less (a matmul mode, a dtype of the router) is allowed more.
 """
 
 from __future__ import annotations
@@ -48,9 +48,14 @@ def linears(setting: Setting) -> Iterator[Finding]:
             weight = subject.weight.detach().double()
             golden, reach = x.double() @ weight.T, x.double().abs() @ weight.abs().T
             yield from differs(
-                (found.double() - golden) / reach, torch.zeros_like(golden), stage=OPERATOR, place="linear.matmul", scale=1.0,
-                what=f"{declared.describe()}, values of {size:g}", bound=allowed(declared, 64),
-            )  # fmt: skip
+                (found.double() - golden) / reach,
+                torch.zeros_like(golden),
+                stage=OPERATOR,
+                place="linear.matmul",
+                scale=1.0,
+                what=f"{declared.describe()}, values of {size:g}",
+                bound=allowed(declared, 64),
+            )
 
 
 def operators(setting: Setting) -> Iterator[Finding]:
@@ -76,7 +81,9 @@ def operators(setting: Setting) -> Iterator[Finding]:
         first, second = x.double()[..., 0::2], x.double()[..., 1::2]
         c, s = cos.double().unsqueeze(1), sin.double().unsqueeze(1)
         golden = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-        yield from differs(found, golden, stage=OPERATOR, place="rope.rotate_interleaved", what=what, bound=allowed(declared, 2))
+        yield from differs(
+            found, golden, stage=OPERATOR, place="rope.rotate_interleaved", what=what, bound=allowed(declared, 2)
+        )
 
         q, k, v = draw(1, 1, 9, 16), draw(1, 1, 9, 17)[..., :16], draw(1, 1, 9, 12)
         allowed_pairs = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -85,7 +92,9 @@ def operators(setting: Setting) -> Iterator[Finding]:
         # Scores are rounded to the dtype before the softmax, which turns an absolute error into a relative one.
         score = float((q.double() @ k.double().transpose(-1, -2)).abs().max()) * 0.25
         bound = allowed(declared, 16) * (2 + score)
-        yield from differs(found[0, 0], golden, stage=OPERATOR, place="attention.scaled_dot_product", what=what, bound=bound)
+        yield from differs(
+            found[0, 0], golden, stage=OPERATOR, place="attention.scaled_dot_product", what=what, bound=bound
+        )
 
         subject = mlp.SwiGLU(24, 24, dtype=dtype, device="cpu")
         with torch.no_grad():
@@ -96,7 +105,9 @@ def operators(setting: Setting) -> Iterator[Finding]:
         weights = {f"m.{name}": p.detach().double() for name, p in subject.named_parameters()}
         golden = routing.gated_mlp(x.double(), weights, "m")
         # Three matmuls and a product, each rounded, on values of which the last sum may cancel.
-        yield from differs(found, golden, stage=OPERATOR, place="mlp.swiglu", what=what, bound=4 * allowed(declared, 24))
+        yield from differs(
+            found, golden, stage=OPERATOR, place="mlp.swiglu", what=what, bound=4 * allowed(declared, 24)
+        )
 
 
 @lru_cache(maxsize=32)
@@ -120,8 +131,9 @@ def _wide_batch(seed: int) -> toy.Ragged:
 def gap(setting: Setting) -> Iterator[Finding]:
     """A bfloat16 engine against a bfloat16 trainer of equal weights: small by absolute value, and without a sign.
 
-    Rounding moves near-ties between experts, and such a token's log-prob by any amount, so the median is judged, against
-    what the trainer is off from the exact log-probs or the band of broken stacks. The sign is that of all tokens.
+    Rounding moves near-ties between experts, and such a token's log-prob by any amount, so the median is judged,
+    against what the trainer is off from the exact log-probs or the band of broken stacks. The sign is that of all
+    tokens.
     """
     held, sequences, golden = _rounded(setting.seed)
     batch = _wide_batch(setting.seed)
@@ -151,13 +163,34 @@ def gap(setting: Setting) -> Iterator[Finding]:
             evidence=f"{path}: median |Δ log p| {off:.3g}, bound {bound:.3g}; signed mean {signed.mean:+.3g}",
         )  # fmt: skip
         yield from expect(
-            not abs(signed.z) > ALARM, stage="rollout", place="log_prob_gap.sign",
-            evidence=f"{path}: signed mean {signed.mean:+.3g} nats, {signed.z:+.1f} standard errors: rounding has no sign",
-        )  # fmt: skip
+            not abs(signed.z) > ALARM,
+            stage="rollout",
+            place="log_prob_gap.sign",
+            evidence=f"{path}: signed mean {signed.mean:+.3g} nats, {signed.z:+.1f} standard errors: "
+            "rounding has no sign",
+        )
 
 
 CHECKS = (
-    Check(name="precision.linears", layer="unit-op", cost=0.005, run=linears),
-    Check(name="precision.operators", layer="unit-op", cost=0.006, run=operators),
-    Check(name="precision.gap", layer="rollout-vs-train-logprob", cost=0.3, run=gap),
+    Check(
+        name="precision.linears",
+        layer="unit-op",
+        cost=0.005,
+        run=linears,
+        kept_because="declared matmul modes, and values that float16 cannot hold",
+    ),  # fmt: skip
+    Check(
+        name="precision.operators",
+        layer="unit-op",
+        cost=0.006,
+        run=operators,
+        kept_because="an operator in fewer digits than declared, one by one",
+    ),  # fmt: skip
+    Check(
+        name="precision.gap",
+        layer="rollout-vs-train-logprob",
+        cost=0.3,
+        run=gap,
+        kept_because="the sign of the gap, on any engine, without looking inside",
+    ),  # fmt: skip
 )

@@ -25,7 +25,9 @@ SCALINGS = {
     "yarn": toy.YARN.rope_scaling,
     "yarn with equal fields": dataclasses.replace(toy.YARN.rope_scaling, mscale=1.0, mscale_all_dim=1.0),
     "yarn without mscale_all_dim": dataclasses.replace(toy.YARN.rope_scaling, mscale=None, mscale_all_dim=None),
-    "yarn as published": YarnScaling(factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=1.0),
+    "yarn as published": YarnScaling(
+        factor=40.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=1.0
+    ),
 }
 
 
@@ -45,10 +47,19 @@ def table(setting: Setting) -> Iterator[Finding]:
             bound = None if dtype == torch.float64 else unit_roundoff(dtype) * size * (1 + unit_roundoff(dtype))
             for what, found, right in zip(("cos", "sin"), rope.RotaryTable(config)(positions, dtype), golden):
                 yield from differs(
-                    found, right, stage=OPERATOR, place="model.rotary", what=f"{what}, {name}, {dtype}", scale=1.0, bound=bound
+                    found,
+                    right,
+                    stage=OPERATOR,
+                    place="model.rotary",
+                    what=f"{what}, {name}, {dtype}",
+                    scale=1.0,
+                    bound=bound,
                 )
                 yield from expect(
-                    found.dtype == dtype, stage=OPERATOR, place="model.rotary", evidence=f"{found.dtype} instead of {dtype}"
+                    found.dtype == dtype,
+                    stage=OPERATOR,
+                    place="model.rotary",
+                    evidence=f"{found.dtype} instead of {dtype}",
                 )
 
 
@@ -121,9 +132,33 @@ def positions(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="rotary.table", layer="unit-op", cost=0.01, run=table),
-    Check(name="rotary.rotate", layer="unit-op", cost=0.001, run=rotate),
+    Check(
+        name="rotary.table",
+        layer="unit-op",
+        cost=0.01,
+        run=table,
+        kept_because="it names the table, where keys and logits see only its consequences",
+    ),  # fmt: skip
+    Check(
+        name="rotary.rotate",
+        layer="unit-op",
+        cost=0.001,
+        run=rotate,
+        kept_because="it names the rotation, and whether it is of the query or the key",
+    ),  # fmt: skip
     Check(name="rotary.partial", layer="unit-op", cost=0.002, run=partial),
-    Check(name="attention.scale", layer="unit-op", cost=0.001, run=scale),
-    Check(name="attention.positions", layer="unit-op", cost=0.003, run=positions),
+    Check(
+        name="attention.scale",
+        layer="unit-op",
+        cost=0.001,
+        run=scale,
+        kept_because="it names the scale in a millisecond, where the model sees logits",
+    ),  # fmt: skip
+    Check(
+        name="attention.positions",
+        layer="unit-op",
+        cost=0.003,
+        run=positions,
+        kept_because="it names the positions, where rotary tables and logits see only their consequences",
+    ),  # fmt: skip
 )

@@ -1,4 +1,6 @@
-"""The sampler: what is drawn, with which log-prob, for which sample; and speculative decoding, whose output follows the target."""
+"""The sampler: what is drawn, with which log-prob, for which sample; and speculative decoding, whose output follows
+the target.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,22 @@ def draws(setting: Setting) -> Iterator[Finding]:
         for row, (distribution, uniform) in enumerate(zip(golden, uniforms.tolist())):
             token, room = sampling.drawn(distribution, uniform)
             if room > MARGIN and int(tokens[row]) != token:
-                yield Finding(stage=ROLLOUT, place="sampler.token", evidence=f"{what}: {int(tokens[row])} instead of {token}")
+                yield Finding(
+                    stage=ROLLOUT, place="sampler.token", evidence=f"{what}: {int(tokens[row])} instead of {token}"
+                )
                 break
         # Of the token that was drawn, whichever it is: a wrong one is told above.
         right = torch.stack([p[t] for p, t in zip(golden, tokens.tolist())]).log()
         # float32 log-probs of the size of the smallest, and of the sums they were normalised by.
         bound = 8 * unit_roundoff("float32") * max(1.0, float(right[right.isfinite()].abs().max()))
-        wrong = differs(log_probs, right.nan_to_num(neginf=-1e9), stage=ROLLOUT, place="sampler.log_prob", scale=1.0, bound=bound)
+        wrong = differs(
+            log_probs, right.nan_to_num(neginf=-1e9), stage=ROLLOUT, place="sampler.log_prob", scale=1.0, bound=bound
+        )
         if wrong:
             signed = signed_mean_difference(log_probs.double(), right.nan_to_num(neginf=-1e9))
-            yield dataclasses.replace(wrong[0], evidence=f"{what}: {wrong[0].evidence}; signed mean {signed.mean:+.3g} nats")
+            yield dataclasses.replace(
+                wrong[0], evidence=f"{what}: {wrong[0].evidence}; signed mean {signed.mean:+.3g} nats"
+            )
     ties = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 5.0, 5.0, 1.0], [-1.0, -2.0, 0.5, 0.4]], dtype=torch.float64)
     tokens, log_probs = golden_rollout._sample(ties, SamplingParams(temperature=0.0), torch.tensor([0.99, 0.5, 0.999]))
     yield from expect(
@@ -59,7 +67,9 @@ def draws(setting: Setting) -> Iterator[Finding]:
 
 
 def log_softmax(setting: Setting) -> Iterator[Finding]:
-    """The engine's log-probs from logits of every dtype: computed in float32 at least, also for large and masked logits."""
+    """The engine's log-probs from logits of every dtype: computed in float32 at least, also for large and masked
+    logits.
+    """
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         logits = (toy.normal((6, 50), setting.seed, "log_softmax", scale=4.0) - 20.0).to(dtype)
         found = golden_rollout._log_softmax(logits)
@@ -67,11 +77,15 @@ def log_softmax(setting: Setting) -> Iterator[Finding]:
         wide = "float64" if dtype == torch.float64 else "float32"
         # The sum over the vocabulary grows the rounding of its terms like √n.
         bound = 4 * math.sqrt(50) * unit_roundoff(wide)
-        yield from differs(found, golden, stage=ROLLOUT, place="rollout.log_softmax", what=f"{dtype} logits", bound=bound)
+        yield from differs(
+            found, golden, stage=ROLLOUT, place="rollout.log_softmax", what=f"{dtype} logits", bound=bound
+        )
 
 
 def samples(setting: Setting) -> Iterator[Finding]:
-    """Samples of one prompt differ, equal keys give equal samples, and no sample depends on who else is in the batch."""
+    """Samples of one prompt differ, equal keys give equal samples, and no sample depends on who else is in the
+    batch.
+    """
     batch = toy.ragged("plain", setting.seed)
     params = SamplingParams(max_new_tokens=5, seed=setting.seed, temperature=1.3)
     engine = _engine("plain", setting.seed)
@@ -81,7 +95,10 @@ def samples(setting: Setting) -> Iterator[Finding]:
     made = engine.generate(ids, mask, params, keys)
     distinct = len({tuple(row) for row in made.responses[:4].tolist()})
     yield from expect(
-        distinct > 1, stage=ROLLOUT, place="sampler.seed", evidence="four samples of one prompt with keys of their own are equal"
+        distinct > 1,
+        stage=ROLLOUT,
+        place="sampler.seed",
+        evidence="four samples of one prompt with keys of their own are equal",
     )
     yield from expect(
         torch.equal(made.responses[0], made.responses[4]), stage=ROLLOUT, place="sampler.seed",
@@ -102,8 +119,8 @@ def _engine(name: str, seed: int) -> golden_rollout.GoldenRollout:
 
 
 def generations(setting: Setting) -> Iterator[Finding]:
-    """What an engine generates, scored by the reference at the declared temperature: log-probs, signed and absolute; ends of
-    responses by either end token; greedy responses token by token.
+    """What an engine generates, scored by the reference at the declared temperature: log-probs, signed and absolute;
+    ends of responses by either end token; greedy responses token by token.
     """
     for name, config in toy.MODELS.items():
         batch, engine = toy.ragged(name, setting.seed), _engine(name, setting.seed)
@@ -165,7 +182,9 @@ def speculation(setting: Setting) -> Iterator[Finding]:
     grid = [(n + 0.5) / GRID for n in range(GRID)]
 
     def chances(draft: tuple[int, int], draft_probabilities: Tensor | None) -> tuple[list[float], list[Tensor]]:
-        """Chance to keep each drafted token (where those before it were kept), and what a rejected one is drawn from."""
+        """Chance to keep each drafted token (where those before it were kept), and what a rejected one is drawn
+        from.
+        """
         accepted, instead = [], []
         for step in range(2):
             kept = 0
@@ -216,10 +235,28 @@ def order(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="sampler.log_softmax", layer="unit-op", cost=0.002, run=log_softmax),
+    Check(
+        name="sampler.log_softmax",
+        layer="unit-op",
+        cost=0.002,
+        run=log_softmax,
+        kept_because="it names the log-softmax, where draws only differ",
+    ),  # fmt: skip
     Check(name="sampler.order", layer="unit-op", cost=0.002, run=order),
-    Check(name="sampler.draws", layer="unit-op", cost=0.03, run=draws),
+    Check(
+        name="sampler.draws",
+        layer="unit-op",
+        cost=0.03,
+        run=draws,
+        kept_because="every rule of the sampler, of which the catalogue has a few",
+    ),  # fmt: skip
     Check(name="sampler.samples", layer="unit-op", cost=0.05, run=samples),
     Check(name="sampler.speculation", layer="unit-op", cost=0.05, run=speculation),
-    Check(name="rollout.generations", layer="rollout-vs-train-logprob", cost=0.2, run=generations),
+    Check(
+        name="rollout.generations",
+        layer="rollout-vs-train-logprob",
+        cost=0.2,
+        run=generations,
+        kept_because="whole responses by an engine, ends and log-probs, without looking inside",
+    ),  # fmt: skip
 )

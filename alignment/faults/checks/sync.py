@@ -68,7 +68,9 @@ def _histories(name: str, setting: Setting) -> Iterator[tuple[str, int, golden_r
 
 
 def tensors(setting: Setting) -> Iterator[Finding]:
-    """Every tensor the engine's modules hold: parameters and buffers bitwise, derived ones recomputed, others declared."""
+    """Every tensor the engine's modules hold: parameters and buffers bitwise, derived ones recomputed, others
+    declared.
+    """
     for name, config in toy.MODELS.items():
         for what, update, engine in _histories(name, setting):
             truth = _weights(name, setting.seed, update)
@@ -122,13 +124,17 @@ def _rounded_tensors(held, truth, names: list[str], what: str) -> Iterator[Findi
     for name in names:
         # One rounding to e4m3 in blocks of up to 128 × 128, which hold these matrices whole, and one to bfloat16.
         bound = unit_roundoff("float8_e4m3fn") + 2 * unit_roundoff("bfloat16")
-        off = differs(held[name], truth[name], stage="weight_sync", place=name, what=f"{what}, declared in FP8", bound=bound)
+        off = differs(
+            held[name], truth[name], stage="weight_sync", place=name, what=f"{what}, declared in FP8", bound=bound
+        )
         yield from off
         size = truth[name].abs().clamp_min(float(truth[name].abs().max()) * 2.0**-14)
         share = float(((held[name] - truth[name]).abs() / size).mean())
         # Half a unit of the last place is at most 2^-4 of a number, and half of that on average.
         if not off and share > unit_roundoff("float8_e4m3fn"):
-            evidence = f"{what}: off by {share:.2g} of its values on average: these are not the trainer's weights in FP8"
+            evidence = (
+                f"{what}: off by {share:.2g} of its values on average: these are not the trainer's weights in FP8"
+            )
             yield Finding(stage="weight_sync", place=name, evidence=evidence)
 
 
@@ -188,8 +194,8 @@ def _goldens(engine, name: str, setting: Setting, update: int) -> list[dict[str,
 
 
 def _trunk(rows, fed: int | None):
-    """The rows without the head, which an engine computes for the last tokens alone, and without the columns behind ``fed``:
-    the last token of a forced response is a target and no input.
+    """The rows without the head, which an engine computes for the last tokens alone, and without the columns behind
+    ``fed``: the last token of a forced response is a target and no input.
     """
     cut = []
     for row, real, golden in rows:
@@ -233,7 +239,19 @@ def prefix(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="sync.tensors", layer="weight-sync", cost=0.1, run=tensors),
-    Check(name="sync.probes", layer="weight-sync", cost=0.4, run=probes),
+    Check(
+        name="sync.tensors",
+        layer="weight-sync",
+        cost=0.1,
+        run=tensors,
+        kept_because="steps below all noise: what is a copy is equal bit by bit",
+    ),  # fmt: skip
+    Check(
+        name="sync.probes",
+        layer="weight-sync",
+        cost=0.4,
+        run=probes,
+        kept_because="what no walk over tensors sees: closures, captured buffers, another path",
+    ),  # fmt: skip
     Check(name="sync.prefix_cache", layer="rollout-vs-train-logprob", cost=0.1, run=prefix),
 )

@@ -13,12 +13,18 @@ from torch import Tensor
 from alignment.faults import toy
 from alignment.faults.check import Check, Finding, Setting, differs, expect
 from alignment.faults.reference import blocks, language_model, rotary
-from alignment.models import config as model_config
 from alignment.models import attention, fused_mla, mla
-
+from alignment.models import config as model_config
 from alignment.numerics.precision import unit_roundoff
 from alignment.weights import (
-    buckets, checkpoint, fp8, fp8_rollout, fp8_scaling, fused_mla_weights, fused_qkv, megatron_layout,
+    buckets,
+    checkpoint,
+    fp8,
+    fp8_rollout,
+    fp8_scaling,
+    fused_mla_weights,
+    fused_qkv,
+    megatron_layout,
 )  # fmt: skip
 
 YARN_KEYS = {
@@ -44,7 +50,9 @@ def same_tensors(found: dict[str, Tensor], sent: dict[str, Tensor], *, stage: st
 
 
 def read_config(setting: Setting) -> Iterator[Finding]:
-    """Every field of a ``config.json``, in the spellings of transformers 4 and 5, and after writing and reading again."""
+    """Every field of a ``config.json``, in the spellings of transformers 4 and 5, and after writing and reading
+    again.
+    """
     for name, config in {**toy.MODELS, "theta": dataclasses.replace(toy.PLAIN, rope_theta=7e5)}.items():
         plain = {
             field.name: getattr(config, field.name)
@@ -98,18 +106,25 @@ def fp8_blocks(setting: Setting) -> Iterator[Finding]:
         golden = blocks.scales(weight, block)
         what = f"{shape[0]} × {shape[1]} in blocks of {block[0]} × {block[1]}"
         yield from differs(
-            scale.double() / golden if scale.shape == golden.shape else scale, torch.ones_like(golden), stage="weight_sync",
-            place="fp8.quantize.scale", what=what, bound=4 * unit_roundoff("float32"),
-        )  # fmt: skip
+            scale.double() / golden if scale.shape == golden.shape else scale,
+            torch.ones_like(golden),
+            stage="weight_sync",
+            place="fp8.quantize.scale",
+            what=what,
+            bound=4 * unit_roundoff("float32"),
+        )
         # Half a unit in the last place of a code relative to its size, or of the smallest codes relative to 448.
         error = (blocks.scaled(codes, golden, block) - weight.double()).abs()
         largest = blocks.scaled(torch.full(shape, blocks.LARGEST), golden, block)
         room = unit_roundoff("float8_e4m3fn") * weight.double().abs() + largest * 2.0**-19
         wrong = ~(error <= room * (1 + 4 * unit_roundoff("float32")))
         yield from expect(
-            not bool(wrong.any()), stage="weight_sync", place="fp8.quantize",
-            evidence=f"{what}: {int(wrong.sum())} of {wrong.numel()} values are off by more than e4m3, first {wrong.nonzero()[:1].tolist()}",
-        )  # fmt: skip
+            not bool(wrong.any()),
+            stage="weight_sync",
+            place="fp8.quantize",
+            evidence=f"{what}: {int(wrong.sum())} of {wrong.numel()} values are off by more than e4m3, "
+            f"first {wrong.nonzero()[:1].tolist()}",
+        )
         given = toy.normal(shape, setting.seed, "fp8 codes", scale=20.0).float().to(torch.float8_e4m3fn)
         factors = toy.normal(tuple(golden.shape), setting.seed, "fp8 scales").abs().float() + 0.1
         found = fp8.dequantize(given, factors, block=block)
@@ -120,7 +135,9 @@ def fp8_blocks(setting: Setting) -> Iterator[Finding]:
 
 
 def fp8_history(setting: Setting) -> Iterator[Finding]:
-    """Delayed scaling: every step of a run of growing and shrinking tensors is finite and as exact as its scale allows."""
+    """Delayed scaling: every step of a run of growing and shrinking tensors is finite and as exact as its scale
+    allows.
+    """
     subject = fp8_scaling.DelayedScaling(history=3)
     seen: list[float] = []
     for step, size in enumerate((1.0, 0.1, 5.0, 5.0, 0.01, 0.01, 0.01, 0.01)):
@@ -140,7 +157,9 @@ def fp8_history(setting: Setting) -> Iterator[Finding]:
 
 
 def fp8_policy(setting: Setting) -> Iterator[Finding]:
-    """An FP8 rollout rounds its linear layers and nothing else: router, norms, embedding and head arrive as they are."""
+    """An FP8 rollout rounds its linear layers and nothing else: router, norms, embedding and head arrive as they
+    are.
+    """
     for name in toy.MODELS:
         sent = {key: tensor.bfloat16() for key, tensor in toy.weights(name, setting.seed).items()}
         found = fp8_rollout.effective_weights(iter(sent.items()), block=(16, 16))
@@ -296,13 +315,37 @@ def fused_attention(setting: Setting) -> Iterator[Finding]:
 
 
 CHECKS = (
-    Check(name="weights.fp8_blocks", layer="unit-op", cost=0.01, run=fp8_blocks),
+    Check(
+        name="weights.fp8_blocks",
+        layer="unit-op",
+        cost=0.01,
+        run=fp8_blocks,
+        kept_because="it names quantisation or its inverse",
+    ),  # fmt: skip
     Check(name="weights.fp8_history", layer="unit-op", cost=0.003, run=fp8_history),
     Check(name="weights.config", layer="unit-op", cost=0.002, run=read_config),
-    Check(name="weights.fused_attention", layer="layer-logits", cost=0.02, run=fused_attention),
+    Check(
+        name="weights.fused_attention",
+        layer="layer-logits",
+        cost=0.02,
+        run=fused_attention,
+        kept_because="derived weights of a fused kernel, by themselves",
+    ),  # fmt: skip
     Check(name="weights.fp8_policy", layer="layer-logits", cost=0.03, run=fp8_policy),
     Check(name="weights.buckets", layer="weight-sync", cost=0.003, run=in_buckets),
     Check(name="weights.qkv", layer="weight-sync", cost=0.002, run=qkv),
-    Check(name="weights.checkpoint", layer="unit-op", cost=0.1, run=load_checkpoint),
-    Check(name="weights.megatron", layer="weight-sync", cost=0.1, run=megatron),
+    Check(
+        name="weights.checkpoint",
+        layer="unit-op",
+        cost=0.1,
+        run=load_checkpoint,
+        kept_because="a file and its copy by themselves, where models only differ",
+    ),  # fmt: skip
+    Check(
+        name="weights.megatron",
+        layer="weight-sync",
+        cost=0.1,
+        run=megatron,
+        kept_because="what every rank holds, which a round trip alone does not show",
+    ),  # fmt: skip
 )

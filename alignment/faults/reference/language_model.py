@@ -67,15 +67,17 @@ def latent_attention(
 def forward(
     ids: Tensor, weights: Mapping[str, Tensor], config: ModelConfig, *, positions: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """What every module gives on ``ids`` ``[s]``, by module path in the order of computation; ``lm_head`` are the logits
-    ``[s, v]``.
+    """What every module gives on ``ids`` ``[s]``, by module path in the order of computation; ``lm_head`` are the
+    logits ``[s, v]``.
     """
     positions = torch.arange(len(ids)) if positions is None else positions
     found: dict[str, Tensor] = {}
     x = found["model.embed_tokens"] = weights["model.embed_tokens.weight"][ids]
     for index in range(config.num_hidden_layers):
         at = f"model.layers.{index}"
-        normed = found[f"{at}.input_layernorm"] = normalised(x, weights[f"{at}.input_layernorm.weight"], config.rms_norm_eps)
+        normed = found[f"{at}.input_layernorm"] = normalised(
+            x, weights[f"{at}.input_layernorm.weight"], config.rms_norm_eps
+        )
         attention = latent_attention(normed, weights, f"{at}.self_attn", config, positions)
         found[f"{at}.self_attn.kv_a_layernorm"] = attention["latent"]
         found[f"{at}.self_attn.query"] = attention["query"]
@@ -103,7 +105,9 @@ def log_softmax(logits: Tensor) -> Tensor:
     return logits - largest - torch.log(torch.exp(logits - largest).sum(-1, keepdim=True))
 
 
-def token_log_probs(ids: Tensor, weights: Mapping[str, Tensor], config: ModelConfig, *, temperature: float = 1.0) -> Tensor:
+def token_log_probs(
+    ids: Tensor, weights: Mapping[str, Tensor], config: ModelConfig, *, temperature: float = 1.0
+) -> Tensor:
     """log p(ids[t + 1] | ids[: t + 1]) for every t but the last, ``[s − 1]``."""
     logits = forward(ids, weights, config)["lm_head"][:-1] / temperature
     return log_softmax(logits)[torch.arange(len(ids) - 1), ids[1:]]

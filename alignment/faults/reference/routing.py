@@ -47,11 +47,15 @@ def gated_mlp(x: Tensor, weights: Mapping[str, Tensor], prefix: str) -> Tensor:
 
 
 def mixture(x: Tensor, weights: Mapping[str, Tensor], prefix: str, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Every expert on every token, times its weight or zero; and the shared experts. Also those weights ``[n, experts]``."""
+    """Every expert on every token, times its weight or zero; and the shared experts. Also those weights ``[n,
+    experts]``.
+    """
     scores = 1 / (1 + torch.exp(-(x @ weights[f"{prefix}.gate.weight"].T)))
     bias = weights[f"{prefix}.gate.e_score_correction_bias"]
     chosen, _ = choose(scores.detach(), bias, config)
-    selected = spread(chosen, torch.ones(len(chosen), config.num_experts_per_tok, dtype=x.dtype), config.n_routed_experts)
+    selected = spread(
+        chosen, torch.ones(len(chosen), config.num_experts_per_tok, dtype=x.dtype), config.n_routed_experts
+    )
     share = scores * selected
     if config.norm_topk_prob:
         share = share / share.sum(-1, keepdim=True)

@@ -9,8 +9,8 @@ from alignment.faults.reference.language_model import log_softmax
 
 
 def distribution(logits: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Probabilities ``[v]``: logits over temperature, then the k most likely, then the smallest set of them that reaches
-    ``top_p``, renormalised after each.
+    """Probabilities ``[v]``: logits over temperature, then the k most likely, then the smallest set of them that
+    reaches ``top_p``, renormalised after each.
     """
     p = torch.exp(log_softmax(logits.double() / temperature)).tolist()
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))

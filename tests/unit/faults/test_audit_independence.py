@@ -19,9 +19,19 @@ from alignment.faults.checks import all_checks
 
 ROOT = Path(alignment.faults.__file__).parent
 JUDGES = sorted(
-    [*(ROOT / "checks").glob("*.py"), *(ROOT / "reference").glob("*.py"), *(ROOT / n for n in ("check.py", "toy.py", "observation.py"))]
+    [
+        *(ROOT / "checks").glob("*.py"),
+        *(ROOT / "reference").glob("*.py"),
+        *(ROOT / n for n in ("check.py", "toy.py", "observation.py")),
+    ]
 )
-PURE = ("alignment.models.config", "alignment.errors", "alignment.numerics", "alignment.faults.reference", "alignment.faults.check")
+PURE = (
+    "alignment.models.config",
+    "alignment.errors",
+    "alignment.numerics",
+    "alignment.faults.reference",
+    "alignment.faults.check",
+)
 SEAMS = seam.PRODUCT
 
 
@@ -37,7 +47,11 @@ def imported(path: Path) -> list[tuple[str, str]]:
 
 
 def judge_modules():
-    names = [f"{package.__name__}.{m.name}" for package in (checks, reference) for m in pkgutil.iter_modules(package.__path__)]
+    names = [
+        f"{package.__name__}.{m.name}"
+        for package in (checks, reference)
+        for m in pkgutil.iter_modules(package.__path__)
+    ]
     return [importlib.import_module(name) for name in [*names, "alignment.faults.check", "alignment.faults.toy"]]
 
 
@@ -47,7 +61,9 @@ def test_no_check_names_a_fault():
     for path in JUDGES:
         text = path.read_text()
         assert [one for one in ids if one in text] == [], path.name
-        assert not [module for module, _ in imported(path) if module.startswith("alignment.faults.catalogue")], path.name
+        assert not [module for module, _ in imported(path) if module.startswith("alignment.faults.catalogue")], (
+            path.name
+        )
 
 
 def test_a_check_that_named_a_fault_would_be_seen(tmp_path):
@@ -84,7 +100,9 @@ def test_a_fault_replaces_seams_of_the_product_and_nothing_that_judges(fault):
         assert {(m.__name__, k): id(v) for m in judges for k, v in vars(m).items()} == before
     assert seam.replaced == []
     product_after = _functions_of_the_product()
-    assert {k: v for k, v in product_after.items() if k in product_before} == product_before, "the product is not as it was"
+    assert {k: v for k, v in product_after.items() if k in product_before} == product_before, (
+        "the product is not as it was"
+    )
 
 
 def _functions_of_the_product() -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""Defects of models, experts, weights and samplers that are in no catalogue: checks that judge whole seams catch them, too.
+"""Defects of models, experts, weights and samplers that are in no catalogue: checks that judge whole seams catch
+them, too.
 
 Each one is a mistake somebody might make; none of the checks was written with it in mind.
 """
@@ -37,7 +38,9 @@ def mutant(target: str):
 def mscale_once(original):
     def scale(config):
         yarn = config.rope_scaling
-        return config.q_head_dim**-0.5 * (original(config) / config.q_head_dim**-0.5) ** 0.5 if yarn else original(config)
+        return (
+            config.q_head_dim**-0.5 * (original(config) / config.q_head_dim**-0.5) ** 0.5 if yarn else original(config)
+        )
 
     return scale
 
@@ -161,7 +164,9 @@ def mask_of_other_rows(original):
 @mutant(f"{MODELS}.cache:LatentCache.real_tokens")
 def padding_counted_as_positions(original):
     # Relative positions within a prompt are kept, those between prompt and response are not.
-    return lambda self: self.mask[:, : self.length].sum(-1) + 2 * (self.length > self.mask[:, : self.length].sum(-1)).long()
+    return lambda self: (
+        self.mask[:, : self.length].sum(-1) + 2 * (self.length > self.mask[:, : self.length].sum(-1)).long()
+    )
 
 
 @mutant(f"{BACKENDS}.paged_cache:PagedCache.finish")
@@ -302,7 +307,10 @@ def waking_brings_old_weights(original):
 
 @mutant(f"{WEIGHTS}.fp8:quantize")
 def scale_per_row(original):
-    return lambda weight, *, block=(128, 128): (original(weight, block=block)[0], original(weight, block=block)[1] * 0 + 1)
+    return lambda weight, *, block=(128, 128): (
+        original(weight, block=block)[0],
+        original(weight, block=block)[1] * 0 + 1,
+    )
 
 
 @mutant(f"{WEIGHTS}.fp8:dequantize")
@@ -362,7 +370,9 @@ def history_never_forgets(original):
 
 @mutant(f"{BACKENDS}.golden_rollout:_truncate")
 def top_p_one_token_short(original):
-    return lambda log_probs, params: original(log_probs, dataclasses.replace(params, top_p=max(params.top_p - 0.15, 0.05)))
+    return lambda log_probs, params: original(
+        log_probs, dataclasses.replace(params, top_p=max(params.top_p - 0.15, 0.05))
+    )
 
 
 @mutant(f"{BACKENDS}.golden_rollout:_truncate")
@@ -382,7 +392,9 @@ def temperature_after_truncation(original):
         from alignment.backends import golden_rollout
 
         kept = golden_rollout._truncate(torch.log_softmax(logits, -1).float(), params)
-        return original(kept.to(logits.dtype).nan_to_num(neginf=-1e4), dataclasses.replace(params, top_k=-1, top_p=1.0), draws)
+        return original(
+            kept.to(logits.dtype).nan_to_num(neginf=-1e4), dataclasses.replace(params, top_k=-1, top_p=1.0), draws
+        )
 
     return sample
 
@@ -422,7 +434,11 @@ def sums_in_bfloat16(original):
 @mutant(f"{MODELS}.linear:Linear.forward")
 def bfloat16_inputs_undeclared(original):
     def forward(self, x):
-        return F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype) if x.dtype == torch.float32 else original(self, x)
+        return (
+            F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
+            if x.dtype == torch.float32
+            else original(self, x)
+        )
 
     return forward
 
