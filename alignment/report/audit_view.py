@@ -52,7 +52,8 @@ def print_audit(console: Console, audit: Audit) -> None:
     _say(
         console,
         f"{audit.caught} of {len(audit.rows)} defects caught, {audit.placed} placed right, "
-        f"{audit.by_cheapest_layer} by the cheapest layer; {len(audit.alarms)} false alarms in {audit.benign_runs} benign runs; {audit.seconds:.1f} s",
+        f"{audit.by_cheapest_layer} by the cheapest layer; "
+        f"{len(audit.alarms)} false alarms in {audit.benign_runs} benign runs; {audit.seconds:.1f} s",
     )
 
 
