@@ -21,7 +21,6 @@ from alignment.rl.metrics import log_prob_gap
 from alignment.rl.shaping import overlong_reward
 
 pytestmark = pytest.mark.engine
-core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
 
 B, R, N = 8, 13, 4
 EPS = torch.finfo(torch.float64).eps
@@ -29,6 +28,12 @@ EPS = torch.finfo(torch.float64).eps
 BOUND = 2 * B * R * EPS * 10
 # verl divides by n + 1e-8 tokens and by std + 1e-6: the former is a difference in formula.
 VERL_TOKEN_EPSILON = 1e-8
+
+
+@pytest.fixture(scope="module")
+def core_algos():
+    """verl's maths; importing it takes seconds, which collecting the tests must not."""
+    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
 
 
 def batch(seed: int = 3) -> dict[str, torch.Tensor]:
@@ -66,7 +71,7 @@ def gradient(loss, leaf):
 
 @pytest.mark.parametrize("c", [1.5, 10.0])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_policy_loss_and_its_gradient(mode, c):
+def test_the_policy_loss_and_its_gradient(core_algos, mode, c):
     data = batch()
     leaves = [data["new"].clone().requires_grad_() for _ in range(2)]
     loss, metrics = policy_loss(
@@ -97,7 +102,7 @@ def test_the_policy_loss_and_its_gradient(mode, c):
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_aggregation_over_parts_and_ranks(mode):
+def test_the_aggregation_over_parts_and_ranks(core_algos, mode):
     data = batch()
     counts = Counts.of(data["mask"])
     bound = BOUND + (VERL_TOKEN_EPSILON * 10 if mode == "seq-mean-token-mean" else 0.0)
@@ -114,7 +119,7 @@ def test_the_aggregation_over_parts_and_ranks(mode):
 
 
 @pytest.mark.parametrize("kind", sorted(ESTIMATORS))
-def test_kl_estimators_and_their_gradients(kind):
+def test_kl_estimators_and_their_gradients(core_algos, kind):
     data = batch()
     leaves = [data["new"].clone().requires_grad_() for _ in range(2)]
     ours, theirs = kl_penalty(leaves[0], data["ref"], kind), core_algos.kl_penalty(leaves[1], data["ref"], kind)
@@ -127,14 +132,14 @@ def test_kl_estimators_and_their_gradients(kind):
 
 
 @pytest.mark.parametrize("far", [-30.0, 30.0])
-def test_the_clamps_of_k3(far):
+def test_the_clamps_of_k3(core_algos, far):
     at = torch.zeros(1, dtype=torch.float64)
     there = at + far
     assert apart(kl_penalty(there, at, "k3"), core_algos.kl_penalty(there, at, "k3")) == 0.0
 
 
 @pytest.mark.parametrize("by_std", [True, False])
-def test_grpo_advantages(by_std):
+def test_grpo_advantages(core_algos, by_std):
     data, uid = batch(), ["a", "b", "a", "b", "a", "b", "a", "c"]
     ours, _ = grpo_advantages(data["rewards"], data["mask"], uid, norm_adv_by_std_in_grpo=by_std)
     theirs, _ = core_algos.compute_grpo_outcome_advantage(
@@ -148,7 +153,7 @@ def test_grpo_advantages(by_std):
     assert apart(wrong, theirs) > BOUND
 
 
-def test_rloo_advantages():
+def test_rloo_advantages(core_algos):
     data, uid = batch(), ["a", "b", "a", "b", "a", "b", "a", "c"]
     ours, _ = rloo_advantages(data["rewards"], data["mask"], uid)
     theirs, _ = core_algos.compute_rloo_outcome_advantage(data["rewards"].clone(), data["mask"], np.array(uid))
@@ -156,7 +161,7 @@ def test_rloo_advantages():
     assert apart(grpo_advantages(data["rewards"], data["mask"], uid)[0], theirs) > BOUND
 
 
-def test_generalised_advantages_and_returns():
+def test_generalised_advantages_and_returns(core_algos):
     data = batch()
     ours = gae_advantages(data["rewards"], data["values"], data["mask"], gamma=0.97, lam=0.9)
     theirs = core_algos.compute_gae_advantage_return(data["rewards"], data["values"], data["mask"].double(), 0.97, 0.9)
@@ -169,7 +174,7 @@ def test_generalised_advantages_and_returns():
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_the_value_loss(mode):
+def test_the_value_loss(core_algos, mode):
     data = batch()
     # verl's mask may be a number or a truth value; its value loss multiplies with it
     ours, metrics = value_loss(data["vpreds"], data["values"], data["advantages"], data["mask"], loss_agg_mode=mode)
@@ -213,7 +218,7 @@ def dapo_reward(length: int, *, score: float, limit: int, buffer: int, factor: f
 
 
 @pytest.mark.parametrize("length", range(1, 11))
-def test_the_overlong_reward_of_the_dapo_manager(length):
+def test_the_overlong_reward_of_the_dapo_manager(core_algos, length):
     theirs = dapo_reward(length, score=1.0, limit=10, buffer=4, factor=0.7)
     # verl's length is an int64 tensor, so its quotient is a float32
     bound = 4 * torch.finfo(torch.float32).eps
@@ -223,7 +228,7 @@ def test_the_overlong_reward_of_the_dapo_manager(length):
     assert (abs(wrong - theirs) > bound) == (5 < length < 10), "at both ends of the buffer its width does not matter"
 
 
-def test_the_gap_between_trainer_and_engine():
+def test_the_gap_between_trainer_and_engine(core_algos):
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
     from verl.utils.debug.metrics import calculate_debug_metrics
