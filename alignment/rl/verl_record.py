@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from alignment.errors import InputError
 from alignment.files import write_atomically, write_json
 from alignment.numerics.curve_run import CurveStep
-from alignment.rl.batch_record import batch_path, read_batch
+from alignment.rl.batch_record import BATCHES, batch_path, read_batch
 from alignment.rl.config import TrainConfig, flatten
 from alignment.rl.tracking import GROUPS, METRICS, TIMINGS
 
@@ -145,8 +146,8 @@ def record_verl_run(
     """Writes what verl left in ``source`` into ``run_dir``, in the form of our own runs.
 
     Args:
-        source: a verl output folder.
-        run_dir: directory of the run; batches that were recorded in it are read for what verl's dump leaves out.
+        source: a verl output folder; batches that were recorded in it are copied.
+        run_dir: directory of the run; batches that were recorded are read for what verl's dump leaves out.
         device: label of the device it ran on.
         versions: package → version of the engine; what is not known is not claimed.
         translated: our configuration it was started from, if it was.
@@ -155,6 +156,8 @@ def record_verl_run(
         InputError: nothing to read, or output that contradicts itself.
     """
     output = read_verl_output(source)
+    if (source / BATCHES).is_dir() and not (run_dir / BATCHES).exists():
+        shutil.copytree(source / BATCHES, run_dir / BATCHES)
     lines, scores, timings, not_finite = [], [], [], []
     for step, data in sorted(output.metrics.items()):
         if step < 1:

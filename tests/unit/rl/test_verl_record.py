@@ -151,7 +151,7 @@ def test_the_dumps_score_is_the_reward_or_what_the_reward_function_returned(tmp_
 @pytest.mark.parametrize("dumped_by", ["legacy", "v1"])
 def test_a_recorded_batch_knows_the_reward_of_either_trainer(tmp_path, dumped_by):
     """The v1 trainer's dump is in another order, under names of its own: only the batch says who earned what."""
-    root, run_dir = verl_folder(tmp_path / "theirs", steps=(1,)), tmp_path / "ours"
+    root = verl_folder(tmp_path / "theirs", steps=(1,))
     if dumped_by == "v1":
         rows = [row(p, f"{p}{i}", -1.0, uid=f"{p}_{i}_0", acc=None) for p in "ba" for i in range(2)]
         (root / "rollouts" / "1.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -159,10 +159,10 @@ def test_a_recorded_batch_knows_the_reward_of_either_trainer(tmp_path, dumped_by
     mask = np.array([[1, 1], [1, 1], [1, 0], [1, 1]], np.int32)
     tensors = {"token_level_scores": scores, "response_mask": mask}
     write_batch(
-        batch_path(run_dir, 1), BatchRecord(step=1, tensors=tensors, prompt_ids=tuple("aabb"), samples=(0, 1, 0, 1))
+        batch_path(root, 1), BatchRecord(step=1, tensors=tensors, prompt_ids=tuple("aabb"), samples=(0, 1, 0, 1))
     )
-    record_verl_run(root, run_dir, device="cpu")
-    step = read_run(run_dir).curve.steps[0]
+    record_verl_run(root, tmp_path / "run", device="cpu")
+    step = read_run(tmp_path / "run").curve.steps[0]
     assert step.prompt_ids == ("a", "b") and step.groups["reward"].mean == (-1.5, -3.5)
     assert step.groups["response_length"].mean == (2.0, 1.5)
     penalty = 0.5 if dumped_by == "legacy" else 0.0
