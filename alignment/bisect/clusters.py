@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from alignment.bisect.observation import Observation, Result, Signature
+from alignment.bisect.observation import Observation, Result, Signature, plain_number
 from alignment.bisect.outcomes import BisectError, Ending
 from alignment.bisect.zones import Judgement, Zone
 
@@ -30,7 +30,10 @@ class Clusters:
     verdicts: bool = True
 
     def to_data(self) -> dict:
-        return asdict(self)
+        data = asdict(self)
+        for key in ("good", "bad"):
+            data[key] = [plain_number(v) for v in data[key]] if data[key] is not None else None
+        return data
 
     @classmethod
     def from_data(cls, data: Mapping) -> Clusters:

@@ -84,8 +84,8 @@ class Observation:
     def to_data(self) -> dict[str, Any]:
         data = asdict(self)
         data["result"] = self.result.value
-        data["value"] = _plain(self.value)
-        data["values"] = {k: _plain(v) for k, v in self.values.items()}
+        data["value"] = plain_number(self.value)
+        data["values"] = {k: plain_number(v) for k, v in self.values.items()}
         return {k: v for k, v in data.items() if v not in (None, "", (), [], {})}
 
     @classmethod
@@ -105,5 +105,6 @@ def skip(reason: str, detail: str = "", **rest) -> Observation:
     return Observation(result=Result.SKIP, reason=reason, detail=detail, **rest)
 
 
-def _plain(value: float | None) -> float | str | None:
+def plain_number(value: float | None) -> float | str | None:
+    """A number as JSON can carry it: NaN and the infinities as text, which ``float`` reads back."""
     return repr(value) if value is not None and not math.isfinite(value) else value

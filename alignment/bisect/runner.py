@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import queue
 import statistics
 import time
@@ -284,15 +283,10 @@ class Session:
         elif not self.probe.by_value and all(o.result is Result.BAD for o in good_runs):
             self._refuse_good_end(stacks[0], good_runs, bad_runs)
         self.clusters = make_clusters(good_runs, bad_runs, check=self.probe.check)
-        if not self.replay and (self.journal.last("clusters") or {}).get("clusters") != json.loads(
-            json.dumps(self.clusters.to_data(), default=str)
-        ):
-            self.journal.append(
-                "clusters",
-                clusters=_finite(self.clusters.to_data()),
-                probe=asdict(self.probe),
-                rates=asdict(self.rates) if self.rates else None,
-            )
+        told = self.clusters.to_data()
+        if not self.replay and (self.journal.last("clusters") or {}).get("clusters") != told:
+            rates = asdict(self.rates) if self.rates else None
+            self.journal.append("clusters", clusters=told, probe=asdict(self.probe), rates=rates)
         signature = f", failing as {self.clusters.signature}" if self.clusters.signature else ""
         noisy = (
             f"; noisy: {self.rates.false_bad:.0%} / {self.rates.false_good:.0%} of the results lie"
@@ -517,17 +511,6 @@ def expected_seconds(journal: Journal, probes: int, parallel: int = 1) -> float 
         e["observation"].get("seconds", 0.0) + e["observation"].get("build_seconds", 0.0) for e in journal.of("probe")
     ]
     return statistics.median(past) * -(-probes // parallel) if past else None
-
-
-def _finite(value):
-    """Infinities as text: JSON has none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value
 
 
 def hardware_of_this_machine() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from alignment.bisect.history import describe_commit
 from alignment.bisect.known_bad import load_known_bad
+from alignment.bisect.observation import plain_number
 from alignment.bisect.outcomes import Ending
 from alignment.bisect.solver import Answer, Edge, Finding
 
@@ -48,11 +49,11 @@ def _edge_data(edge: Edge, repositories: Mapping[str, str]) -> dict[str, Any]:
         "pinned_together": edge.pinned,
         "hidden": edge.hidden,
         "confidence": edge.held,
-        "low": {"digest": edge.low.digest, "name": str(edge.low), "value": _number(edge.low_value)},
+        "low": {"digest": edge.low.digest, "name": str(edge.low), "value": plain_number(edge.low_value)},
         "high": {
             "digest": edge.high.digest,
             "name": str(edge.high),
-            "value": _number(edge.high_value),
+            "value": plain_number(edge.high_value),
             "zone": edge.high_zone.value,
         },
         "sizes": edge.sizes,
@@ -68,10 +69,6 @@ def _commit(change, repositories: Mapping[str, str]) -> str:
         return ""
     path = Path(repositories.get(change.component) or change.new.repository or ".")
     return describe_commit(path, change.new.revision) if path.is_dir() else ""
-
-
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or value - value == 0 else repr(value)
 
 
 def _known(edge: Edge):

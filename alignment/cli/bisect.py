@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Optional
 
 import typer
@@ -79,37 +80,12 @@ def run(
     from alignment.bisect.bisection import carry_out, make_plan
     from alignment.bisect.outcomes import BisectError, Ending
 
+    given = dict(locals())
     console = console_on(True)
     try:
         settings = None
         if bad is not None or good is not None or probe:
-            settings = _settings(
-                good,
-                bad,
-                probe,
-                stacks,
-                provider,
-                base,
-                extra,
-                activate,
-                engine,
-                npus,
-                offline,
-                dependencies,
-                constraints,
-                releases,
-                repository,
-                prereleases,
-                parallel,
-                timeout,
-                by_value,
-                check,
-                end_runs,
-                noisy_end_runs,
-                recheck,
-                data,
-                suite,
-            )
+            settings = _settings(SimpleNamespace(**given))
         elif state is None:
             raise InputError(
                 "nothing to bisect",
@@ -154,33 +130,8 @@ def _fail(error: Exception, code: int, as_json: bool) -> None:
     raise typer.Exit(code)
 
 
-def _settings(
-    good,
-    bad,
-    probe,
-    stacks,
-    provider,
-    base,
-    extra,
-    activate,
-    engine,
-    npus,
-    offline,
-    dependencies,
-    constraints,
-    releases,
-    repository,
-    prereleases,
-    parallel,
-    timeout,
-    by_value,
-    check,
-    end_runs,
-    noisy_end_runs,
-    recheck,
-    data,
-    suite,
-):
+def _settings(given: SimpleNamespace):
+    """The options of ``run`` as the settings of a bisection."""
     from alignment.bisect.bisection import order_stacks
     from alignment.bisect.components import find_component
     from alignment.bisect.constraints import load_constraints
@@ -190,51 +141,55 @@ def _settings(
     from alignment.bisect.runner import Settings
     from alignment.bisect.stack import load_stack, load_stacks
 
-    if bad is None:
+    if given.bad is None:
         raise InputError("no bad end is given", where="--bad", expected="a stack file")
-    if not probe:
+    if not given.probe:
         raise InputError(
             "no probe is given", where="--probe", expected="a test, an alignment command or a shell command"
         )
-    bad_stack = load_stack(bad)
-    good_stack = load_stack(good) if good is not None else None
-    line = order_stacks(good_stack, bad_stack, load_stacks(stacks) if stacks else [])
+    bad_stack = load_stack(given.bad)
+    good_stack = load_stack(given.good) if given.good is not None else None
+    line = order_stacks(good_stack, bad_stack, load_stacks(given.stacks) if given.stacks else [])
     defined = {n: c for s in line for n, c in s.defined.items()}
-    kind = provider or ("command" if activate else kind_for(line))
+    kind = given.provider or ("command" if given.activate else kind_for(line))
     if kind not in KINDS:
         raise InputError("there is no such provider", where="--provider", expected=", ".join(KINDS), found=kind)
     details = {
         "venv": {
-            "base": str(base or sys.executable),
-            "extra": extra or [],
-            "offline": offline,
-            "dependencies": dependencies,
+            "base": str((given.base or Path(sys.executable)).absolute()),
+            "extra": given.extra or [],
+            "offline": given.offline,
+            "dependencies": given.dependencies,
         },
-        "container": {"engine": engine, "npus": _numbers(npus), "python": str(base or "python3")},
-        "command": {"activation": activate, "python": str(base or "python3")},
+        "container": {"engine": given.engine, "npus": _numbers(given.npus), "python": str(given.base or "python3")},
+        "command": {"activation": given.activate, "python": str(given.base or "python3")},
     }
     details["git"] = details["venv"]
     return Settings(
         stacks=line,
         good_known=good_stack is not None,
         probes=tuple(
-            parse_probe(text, suite=suite or ROOT, by_value=by_value, timeout=timeout, check=check) for text in probe
+            parse_probe(
+                text, suite=given.suite or ROOT, by_value=given.by_value, timeout=given.timeout, check=given.check
+            )
+            for text in given.probe
         ),
-        rules=load_constraints(["shipped", *(constraints or [])], defined=defined).rules,
+        rules=load_constraints(["shipped", *(given.constraints or [])], defined=defined).rules,
         releases={
-            find_component(n, defined, where="--releases").name: v.split(",") for n, v in _pairs(releases, "--releases")
+            find_component(n, defined, where="--releases").name: v.split(",")
+            for n, v in _pairs(given.releases, "--releases")
         },
         repositories={
             find_component(n, defined, where="--repository").name: str(Path(v).expanduser().resolve())
-            for n, v in _pairs(repository, "--repository")
+            for n, v in _pairs(given.repository, "--repository")
         },
-        prereleases=prereleases,
-        parallel=parallel,
-        end_runs=end_runs,
-        noisy_end_runs=noisy_end_runs,
-        recheck=recheck,
+        prereleases=given.prereleases,
+        parallel=given.parallel,
+        end_runs=given.end_runs,
+        noisy_end_runs=given.noisy_end_runs,
+        recheck=given.recheck,
         provider={"kind": kind, **details[kind]},
-        data=tuple(str(p) for p in data or ()),
+        data=tuple(str(p.absolute()) for p in given.data or ()),
     )
 
 

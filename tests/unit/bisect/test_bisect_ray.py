@@ -28,23 +28,29 @@ def cluster():
     made.shutdown()
 
 
-@pytest.mark.slow
-def test_probes_run_on_both_nodes_with_the_suite(tmp_path, cluster):
-    from concurrent.futures import ThreadPoolExecutor
-
+@pytest.fixture
+def suite(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     (source / "told").write_text("7")
-    suite = freeze_suite(tmp_path / "suite", source=source)
+    return freeze_suite(tmp_path / "suite", source=source)
+
+
+STACK = stack_from_data({"schema": 1, "define": {"x": {"external": True}}, "components": {"x": "1"}})
+PROVIDER = CommandProvider(activation="true", python=sys.executable)
+
+
+@pytest.mark.slow
+def test_probes_run_on_both_nodes_with_the_suite(tmp_path, cluster, suite):
+    from concurrent.futures import ThreadPoolExecutor
+
     measure = RayMeasure(suite)
     assert measure.nodes == 2
-    provider = CommandProvider(activation="true", python=sys.executable)
     script = 'sleep 1; echo "{\\"metric\\": $(cat told), \\"check\\": \\"$RAY_NODE_ID\\"}"'
     probe = Probe(kind="shell", text=script)
-    stack = stack_from_data({"schema": 1, "define": {"x": {"external": True}}, "components": {"x": "1"}})
 
     def one(slot):
-        return measure(provider, probe, stack, slot, suite.folder, tmp_path / "scratch")
+        return measure(PROVIDER, probe, STACK, slot, suite.folder, tmp_path / "scratch")
 
     with ThreadPoolExecutor(2) as pool:
         seen = list(pool.map(one, range(4)))
@@ -52,14 +58,8 @@ def test_probes_run_on_both_nodes_with_the_suite(tmp_path, cluster):
 
 
 @pytest.mark.slow
-def test_a_lost_node_is_infrastructure(tmp_path, cluster):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "told").write_text("7")
-    suite = freeze_suite(tmp_path / "suite", source=source)
+def test_a_lost_node_is_infrastructure(tmp_path, cluster, suite):
     measure = RayMeasure(suite)
     probe = Probe(kind="shell", text="kill -9 $PPID")
-    stack = stack_from_data({"schema": 1, "define": {"x": {"external": True}}, "components": {"x": "1"}})
-    provider = CommandProvider(activation="true", python=sys.executable)
-    seen = measure(provider, probe, stack, 0, suite.folder, tmp_path / "scratch")
+    seen = measure(PROVIDER, probe, STACK, 0, suite.folder, tmp_path / "scratch")
     assert seen.result is Result.INFRASTRUCTURE
