@@ -274,6 +274,7 @@ def selection(setting: Setting) -> Iterator[Finding]:
     """From conversations to samples, from samples to those that fit, and what an answer of the student makes of
     them.
     """
+    from alignment.rl import distill_loss
     from alignment.rl import gkd_data as product
 
     words, talk = (
@@ -315,6 +316,9 @@ def selection(setting: Setting) -> Iterator[Finding]:
         yield from expect(
             found == right, place="gkd_data.Encoder.fits", evidence=f"{found} instead of {right} at {limit}", **where
         )
+    total = distill_loss.DistillCounts(tokens=5, sft_tokens=1) + distill_loss.DistillCounts(tokens=7, sft_tokens=3)
+    found = (total.tokens, total.sft_tokens)
+    yield from expect(found == (12, 4), place="distill_loss.DistillCounts", evidence=f"a sum of {found}", **where)
     found = product.numbered(["a", "b", "a", "a"])
     yield from expect(found == ["a#0", "b#0", "a#1", "a#2"], place="gkd_data.numbered", evidence=f"{found}", **where)
     pool = [[_sample(product, 10 * k + i, [3] * n, [4], [1], None) for i, n in enumerate((1, 9))] for k in range(4)]

@@ -26,7 +26,7 @@ PAD, VOCABULARY = 0, 13
 
 def tensors(seed: int) -> dict[str, Tensor]:
     """Six samples, left padded prompts and right padded responses, each wider than any sample needs."""
-    width, length = max(PROMPTS) + 2, max(RESPONSES) + 1
+    width, length = max(PROMPTS) + 3, max(RESPONSES) + 1
     drawn = portable_integers(3, VOCABULARY, (len(PROMPTS), width + length), seed=seed, stream="stages/ids")
     place = torch.arange(width + length)
     prompt, response = torch.tensor(PROMPTS)[:, None], torch.tensor(RESPONSES)[:, None]

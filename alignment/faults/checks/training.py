@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from alignment.faults.check import HALF_THE_DIGITS, Check, Finding, Setting, differs, expect
+from alignment.faults.check import Check, Finding, Setting, allowed, differs, expect
 from alignment.faults.checks import checkpoints
 from alignment.faults.checks import stages as samples
 from alignment.faults.reference import optimizer as textbook
@@ -208,6 +208,8 @@ def main_weights(setting: Setting) -> Iterator[Finding]:
     """bfloat16 weights move by steps far below their last bit only if something wider adds them up, also after a
     load.
     """
+    from safetensors.torch import load_file
+
     from alignment.backends import distributed_optimizer, golden_training
     from alignment.backends.training import OptimizerConfig
 
@@ -247,21 +249,24 @@ def main_weights(setting: Setting) -> Iterator[Finding]:
         optimizer.reduce([{n: 0.5 * g for n, g in gradients.items()}] * 2)
         optimizer.step()
         engine.update([{}], lambda outputs, batch: (outputs["total"], {}), stage="update_actor")
+    with scratch() as folder:
+        engine.save_state(folder)
+        saved = load_file(folder / "optimizer.safetensors")
+    mains = {n: saved.get(f"main.weights.{n.replace('.', '/')}") for n in start}
+    whole = optimizer.state_dict()["main"]
     for name, right in golden.weights.items():
-        for place, found in (
-            ("distributed_optimizer.main", held[name]),
-            ("golden_training.main", model.weights[name.replace(".", "/")].detach()),
+        for place, main, weight in (
+            ("distributed_optimizer.main", whole[name], held[name]),
+            ("golden_training.main", mains[name], model.weights[name.replace(".", "/")].detach()),
         ):
-            # one rounding of the weight, and the gradient's own
-            gap = (found.double() - right).abs()
-            limit = 2 * torch.finfo(torch.bfloat16).eps * right.abs() + HALF_THE_DIGITS
-            moved = float((right - start[name].double()).abs().max())
-            yield from expect(
-                bool((gap <= limit).all()),
-                stage=UPDATE,
-                place=f"{place}.{name}",
-                evidence=f"off by {float(gap.max()):.3g} after 30 steps that moved it by {moved:.3g}",
-            )
+            where = {"stage": UPDATE, "place": f"{place}.{name}"}
+            moved = f"after 30 steps that moved it by {float((right - start[name].double()).abs().max()):.3g}"
+            yield from expect(main is not None, evidence="it is not saved", **where)
+            if main is not None:
+                # four roundings a step
+                yield from differs(main, right, what=moved, bound=allowed("float32", 4 * 30), **where)
+                rounded = torch.equal(main.bfloat16(), weight)
+                yield from expect(rounded, evidence="the weight is not the main weight, rounded", **where)
 
 
 def engines(setting: Setting) -> Iterator[Finding]:

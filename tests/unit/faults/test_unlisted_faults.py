@@ -323,6 +323,21 @@ def clipping_forgotten(original):
     return lambda self, gradients, norm, lr: original(self, gradients, 0.0, lr)
 
 
+@mutant(f"{BACKENDS}.golden_training:GoldenTrainingEngine._optimizer_state")
+def main_weights_not_saved(original):
+    return lambda self: {k: t for k, t in original(self).items() if not k.startswith("main.")}
+
+
+@mutant(f"{BACKENDS}.golden_training:GoldenTrainingEngine._move")
+def main_weights_rounded_by_a_move(original):
+    def move(self, device):
+        original(self, device)
+        held = dict(self.model.named_parameters())
+        self._main = {k: t.to(held[k].dtype).to(t.dtype) for k, t in self._main.items()}
+
+    return move
+
+
 @mutant(f"{BACKENDS}.training:OptimizerConfig.learning_rate")
 def warm_up_begins_at_zero(original):
     def rate(self, update):
@@ -516,6 +531,12 @@ def one_order_for_all_epochs(original):
     return order
 
 
+@mutant(f"{RL}.data:_truncate")
+def cut_on_the_other_side(original):
+    other = {"left": "right", "right": "left"}
+    return lambda ids, limit, truncation, where: original(ids, limit, other.get(truncation, truncation), where)
+
+
 @mutant(f"{RL}.data:prompt_batch")
 def padded_on_the_right(original):
     def batch(prompts, **k):
@@ -636,6 +657,24 @@ def teacher_sees_the_students_prompt(original):
         return gkd_stages.trim(Batch({name: batch[name] for name in gkd_stages.VIEW}))
 
     return view
+
+
+@mutant(f"{RL}.gkd_data:GkdSample.answered")
+def answers_pass_for_data(original):
+    return lambda self, ids, mask: dataclasses.replace(original(self, ids, mask), on_policy=False)
+
+
+@mutant(f"{RL}.gkd_stages:place_tables")
+def tables_left_in_the_teachers_frame(original):
+    def place(log_probs, indices, batch, *, k):
+        return original(log_probs, indices, batch.drop(["teacher_labels"]), k=k)
+
+    return place
+
+
+@mutant(f"{RL}.gkd_data:Encoder.fits")
+def only_the_student_has_to_fit(original):
+    return lambda self, sample: original(self, dataclasses.replace(sample, teacher_prompt_ids=None))
 
 
 @mutant(f"{RL}.distill_loss:align_vocabularies")
