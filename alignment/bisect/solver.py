@@ -52,6 +52,10 @@ class Change:
         return f"{self.component} {self.old or 'absent'} → {self.new or 'absent'}"
 
 
+# Two images with the same pins: what differs is in no stack file.
+IMAGE_ONLY = Change(component="image", old=Pin(kind="fact", version="one"), new=Pin(kind="fact", version="another"))
+
+
 @dataclass
 class Edge:
     """A step that changes the result, with the last low and the first high stack around it.
@@ -227,7 +231,8 @@ class StackSearch:
             hidden=hidden,
             pinned=len(names) > 1 and hidden == 0,
             sizes=sizes,
-            changes=tuple(Change(component=n, old=low.pins.get(n), new=high.pins.get(n)) for n in names),
+            changes=tuple(Change(component=n, old=low.pins.get(n), new=high.pins.get(n)) for n in names)
+            or (IMAGE_ONLY,),
             held=min((s.held for s in steps), default=1.0),
             skips=sum(s.skips for s in steps),
             bound=sum(s.bound(self._parallel) for s in steps),
@@ -313,6 +318,8 @@ class StackSearch:
 
     def _reverted(self, bad: Stack, edges: list[Edge]) -> Stack | None:
         """The bad end with every found change taken back; None where that cannot exist."""
+        if any(IMAGE_ONLY in e.changes for e in edges):
+            return None
         stack = bad.with_pins(
             {c.component: c.old for e in reversed(edges) for c in e.changes}, name="bad end without the found changes"
         )
@@ -325,9 +332,14 @@ class StackSearch:
         for edge in edges:
             kind = "contribution" if len(edges) > 1 or edge.high_zone is Zone.AMBIGUOUS else "culprit"
             finding = Finding(kind=kind, edges=[edge])
+            findings.append(finding)
+            if IMAGE_ONLY in edge.changes:
+                finding.remarks.append(
+                    f"{edge.low} and {edge.high} have the same pins and different images: freeze both and compare"
+                )
+                continue
             self._necessity(finding, edge, bad)
             self._sufficiency(finding, edge, good)
-            findings.append(finding)
         return findings
 
     def _necessity(self, finding: Finding, edge: Edge, bad: Stack) -> None:

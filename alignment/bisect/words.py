@@ -117,6 +117,13 @@ def _finding(finding: Finding, repositories: Mapping[str, str]) -> list[str]:
         if edge.hidden:
             count = f"{edge.hidden} candidate{'s' if edge.hidden > 1 else ''}"
             said.append(f"Inside {edge} {count} could not be measured, so this is a range and no single step.")
+        closed = [
+            c.component
+            for c in edge.changes
+            if c.component in edge.high.pins and edge.high.component(c.component).external
+        ]
+        if closed:
+            said.append(f"{', '.join(closed)}: closed binaries, so the search ends at the version.")
         if edge.pinned:
             said.append("Its components are pinned together and cannot move one by one.")
         if edge.held < 1:

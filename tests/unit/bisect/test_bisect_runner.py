@@ -65,6 +65,7 @@ def test_the_answer_in_words_and_on_the_page(tmp_path):
         {"component": "left", "old": "22", "new": "23", "commit": ""}
     ]
     assert "left 22 → 23 turned the result from good to bad." in answer["words"]
+    assert "left: closed binaries, so the search ends at the version." in answer["words"]
     assert "Confirmed both ways: the bad end without it is good, and the good end with it is bad." in answer["words"]
     page = (tmp_path / "state" / "report.html").read_text()
     assert (

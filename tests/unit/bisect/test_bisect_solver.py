@@ -222,3 +222,27 @@ def test_noisy_ends_are_searched_by_posterior():
     assert named(answer) == [[("b", "23")]]
     edge = answer.findings[0].edges[0]
     assert edge.held >= 0.95 and answer.findings[0].necessary and answer.findings[0].sufficient
+
+
+def test_images_that_differ_with_the_same_pins_are_said_to():
+    from dataclasses import replace
+
+    line = [stack(0, 0, name="first"), replace(stack(0, 0, name="second"), image="i@sha256:1")]
+    lab = SimulatedLab(lambda at: 0.0)
+    lab.known[line[1].digest] = Judgement(zone=Zone.BAD)
+    lab.known[line[0].digest] = Judgement(zone=Zone.GOOD)
+    answer = StackSearch(lab, line, Numbered()).run()
+    assert "the same pins and different images" in answer.findings[0].remarks[0]
+    assert answer.findings[0].components == ["image"] and answer.findings[0].necessary is None
+
+
+def test_mixtures_are_named_by_what_they_bring():
+    asked = []
+
+    class Naming(SimulatedLab):
+        def judge(self, stacks, purpose):
+            asked.extend(s.name for s in stacks if purpose == "search")
+            return super().judge(stacks, purpose)
+
+    Naming(lambda at: float(at["b"] >= 1)).search([stack(0, 0, name="march"), stack(1, 1, name="today")])
+    assert asked == ["march with a 1"]
