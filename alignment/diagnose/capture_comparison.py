@@ -96,7 +96,9 @@ class StageComparison:
             return "nothing could be paired"
         if self.localisation.findings:
             return f"{len(self.localisation.findings)} results diverge, none of them from sources that agree"
-        return f"{self.pairs} tensors agree within the error of their sources"
+        healed = self.localisation.healed
+        remark = f"; {len(healed)} inputs differ without effect ({healed[0].at or '(root)'} {healed[0].quantity})" if healed else ""
+        return f"{self.pairs} tensors agree within the error of their sources{remark}"
 
     def next_command(self, subject: str) -> str | None:
         """What to run to learn more."""
@@ -125,6 +127,7 @@ class StageComparison:
             "first_forward": _finding(self.localisation.first("forward")),
             "first_backward": _finding(self.localisation.first("backward")),
             "findings": [_finding(f) for f in self.localisation.findings],
+            "healed": [_finding(f) for f in self.localisation.healed],
             "unpaired": [{**asdict(gap), "fails": gap.fails} for gap in self.unpaired],
             "largest": [_finite(asdict(row)) for row in self.largest],
         }

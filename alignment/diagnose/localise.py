@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding
 from alignment.diagnose.module_graph import Edge, ModuleGraph, Pair
-from alignment.diagnose.noise import SUMS, Limits, NoiseModel
+from alignment.diagnose.noise import DEFAULT_AMPLIFICATION, SUMS, Limits, NoiseModel
 
 SCALARS = frozenset({"int", "float"})
 """Python numbers among the arguments of an operator (a scale, an ε, a k): configuration, so they are equal or wrong."""
@@ -48,6 +48,8 @@ class Localisation:
     findings: list[Finding] = field(default_factory=list)
     edges: int = 0
     compared: int = 0
+    healed: list[Finding] = field(default_factory=list)
+    """What differed at the entrance of a module and made no difference behind it."""
 
     @property
     def introduced(self) -> list[Finding]:
@@ -68,7 +70,32 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
         consistent = evidence.consistent()
     found = Localisation()
     graph.walk(_Judge(noise, found, consistent).take)
+    healed = [finding for finding in found.findings if _heals(finding, graph, found)]
+    found.healed = healed
+    found.findings = [finding for finding in found.findings if finding not in healed]
     return found
+
+
+def _heals(finding: Finding, graph: ModuleGraph, found: Localisation) -> bool:
+    """Whether what differs at the entrance of a module makes no difference behind it.
+
+    A constant shift of all positions changes the rotation of queries and keys and no product of the two. What a module
+    computes has to agree as if that input had agreed; noise of the other inputs and rounding are all that is allowed.
+    """
+    if finding.direction != "forward" or not finding.quantity.startswith("in "):
+        return False
+    calls = [node for (module, _), node in graph.nodes.items() if module == finding.at]
+    for node in calls:
+        flagged = {f.quantity for f in found.findings if f.at == node.module}
+        clean = [p.difference.relative for p in node.inputs if p.quantity not in flagged]
+        error = max([e for e in clean if math.isfinite(e)], default=0.0)
+        if not node.outputs or not any(not pair.discrete for pair in node.outputs):
+            return False
+        for pair in node.outputs:
+            limit = DEFAULT_AMPLIFICATION["own"] * math.hypot(error, rounding(pair.dtype), RESOLUTION)
+            if not pair.difference.relative <= limit or pair.quantity in flagged:
+                return False
+    return bool(calls)
 
 
 def learn(graph: ModuleGraph, noise: NoiseModel) -> None:

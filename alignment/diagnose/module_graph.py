@@ -36,6 +36,7 @@ class Pair:
         dtype: the coarser of the two.
         same_dtype: whether both sides stored it alike.
         discrete: integers or booleans: indices, ids, masks.
+        reordered: an index whose values are the same in another order.
         identity: what tells whether two rows of golden hold the same values, or None.
     """
 
@@ -56,6 +57,7 @@ class Pair:
     unordered: bool = False
     by_statistics: Difference | None = None
     same_dtype: bool = True
+    reordered: bool = False
 
     @property
     def quantity(self) -> str:
@@ -191,6 +193,7 @@ class ModuleGraph:
                 (node.inputs if pair.role == "input" else node.outputs).append(pair)
         forward = {key[:2]: node for key, node in nodes.items() if key[2] == "forward"}
         backward = {key[:2]: node for key, node in nodes.items() if key[2] == "backward"}
+        self.nodes = forward
         self.forward = _forward_tree(list(forward.values()))
         self.backward = _backward_tree(backward, forward)
 
@@ -264,6 +267,7 @@ class _Walk:
         self.last_forward = Scope()
         self.flag: dict[int, bool] = {}
         self.unordered: set[str] = set()
+        self.listed: set[tuple[str, str]] = set()
         self.done: set[int] = set()
 
     def run(self) -> None:
@@ -319,7 +323,7 @@ class _Walk:
         kind = "input" if outer.empty and node.parent is None else "glue"
         picked = outer.moved or culprit in self.unordered
         for pair in node.inputs:
-            self._visit(kind, culprit, (parent_class, relative, pair.path), pair, outer, picked)
+            self._visit(kind, culprit, (parent_class, relative, node.class_name, pair.path), pair, outer, picked)
         scope = Scope()
         self._held(node.module, scope)
         for pair in node.inputs:
@@ -333,15 +337,20 @@ class _Walk:
                 self._forward(child, scope, node.module, node.class_name)
                 for pair in child.outputs:
                     scope.add(pair, self.flag[id(pair)])
+            key = (node.class_name, last, node.children[-1].class_name)
             for pair in node.outputs:
-                self._visit("glue", node.module, (node.class_name, last, "", pair.path), pair, scope, unordered)
+                self._visit("glue", node.module, (*key, pair.path), pair, scope, unordered)
         else:
             # indices first: what they pick goes into the other outputs
             source = _largest(node.inputs)
             for pair in sorted(node.outputs, key=lambda pair: not pair.discrete):
                 self._visit("own", node.module, (node.class_name, last, pair.path), pair, scope, unordered, source)
+                if pair.unordered:
+                    self.listed.add((node.module, pair.path))
                 if pair.discrete:
                     scope.add(pair, self.flag[id(pair)])
+                    # what was listed in another order belongs to other places of the same list
+                    unordered |= pair.reordered
         saved = self.forward_scopes.setdefault(node.module, Scope())
         saved.join(scope)
         for pair in node.outputs:
@@ -361,7 +370,9 @@ class _Walk:
             if outer.empty:
                 self._visit("loss", LOSS, (), pair, around)
             else:
-                self._visit("gradient glue", culprit, (parent_class, relative, pair.path), pair, around, unordered)
+                key = (parent_class, relative, node.class_name, pair.path)
+                listed = unordered or (node.module, pair.path) in self.listed
+                self._visit("gradient glue", culprit, key, pair, around, listed)
         scope = Scope()
         for pair in node.inputs:
             scope.add(pair, self.flag[id(pair)])
@@ -372,8 +383,9 @@ class _Walk:
                 scope.add(pair, self.flag[id(pair)])
         last = _relative(node.module, "").rpartition(".")[2]
         kind, source = ("gradient glue", None) if node.children else ("gradient own", _largest(node.inputs))
+        key = (node.class_name, last, node.children[-1].class_name if node.children else "")
         for pair in node.outputs:
-            self._visit(kind, node.module, (node.class_name, last, "", pair.path), pair, scope, unordered, source)
+            self._visit(kind, node.module, (*key, pair.path), pair, scope, unordered, source)
         for pair in self.graph.parameter_gradients.get(node.module, ()):
             if id(pair) not in self.done:
                 self.done.add(id(pair))

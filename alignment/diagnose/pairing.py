@@ -179,6 +179,9 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
     a, b = golden.statistics, target.statistics
     discrete = golden.dtype in DISCRETE
     difference = difference_of(golden, target, discrete)
+    reordered = discrete and not difference.problem and difference.relative > 0.0 and _same_values(a, b)
+    if reordered:
+        difference.relative = 0.0
     by_statistics = identity = None
     if a is not None and b is not None:
         if difference.detail != "statistics":
@@ -189,6 +192,7 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
         owner, golden.class_name, kind, golden.direction, call, golden.role, golden.path, golden.order,
         golden.dtype if golden.dtype == target.dtype else coarser(golden.dtype, target.dtype),
         golden.shape, difference, discrete, name, identity, False, by_statistics, golden.dtype == target.dtype,
+        reordered,
     )  # fmt: skip
 
 
@@ -223,28 +227,29 @@ def difference_of(golden: TensorRow, target: TensorRow, discrete: bool = False) 
         first, second = golden.sketch(), target.sketch()
         if first.shape == second.shape:
             found = from_sketches(first, second, a, b)
-            return _of_choices(found, a, b) if discrete else found
+            return _of_choices(found) if discrete else found
     if a is not None and b is not None:
         found = from_statistics(a, b)
-        return _of_choices(found, a, b) if discrete else found
+        return _of_choices(found) if discrete else found
     return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
 
 
-def _of_choices(found: Difference, golden: Statistics | None, target: Statistics | None) -> Difference:
-    """Indices that only changed places have equal statistics; the others count by how many moved.
+def _of_choices(found: Difference) -> Difference:
+    """Indices count by how many moved.
 
     A moved index is off by √2 standard deviations of a uniform choice, so ‖t − g‖²/‖g‖² is half of twice the share of
     moved ones for indices from 0: (n/6) / (n/3) per element.
     """
     found.relative *= 2.0
     found.gain = found.bias = 0.0
-    if golden is not None and target is not None and _same_values(golden, target):
-        found.relative = 0.0
     return found
 
 
-def _same_values(a: Statistics, b: Statistics) -> bool:
-    return (a.max, a.min, a.count) == (b.max, b.min, b.count) and a.mean == b.mean and a.l2 == b.l2
+def _same_values(a: Statistics | None, b: Statistics | None) -> bool:
+    """Equal statistics: the same values in another order, unless chance made two sums and two extremes agree."""
+    if a is None or b is None:
+        return False
+    return (a.max, a.min, a.count, a.mean, a.l2) == (b.max, b.min, b.count, b.mean, b.l2) and a.count > 1
 
 
 def _from_tensors(golden: TensorRow, target: TensorRow) -> Difference:
