@@ -173,6 +173,26 @@ def test_msprobe_sees_a_fault_in_our_dumps(dumps, ours, tmp_path):
     assert flagged or float(down["NormRelativeErr"].rstrip("%")) > 0
 
 
+def test_key_data_that_msprobe_saved_is_read(tmp_path):
+    single_saver = pytest.importorskip("msprobe.core.single_save.single_saver")
+    import torch
+
+    single_saver.SingleSave(str(tmp_path))
+    for step in range(2):
+        responses = [torch.arange(6).view(2, 3) + step, torch.arange(2).view(1, 2)]
+        single_saver.SingleSave.save({"responses": responses, "prompts": torch.arange(4).view(2, 2)})
+        single_saver.SingleSave.save({"prompts": torch.arange(4).view(2, 2) + 7})
+        single_saver.SingleSave.save_ex({"entropys": torch.ones(2)})
+        single_saver.SingleSave.step()
+    reader = open_capture(tmp_path)
+    assert reader.steps() == [0, 1] and reader.stages(1) == ["data"]
+    rows = {(r.path, r.call): r for r in reader.rows(1, "data", 0)}
+    assert rows["responses", 0].tensor().tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert rows["responses.1", 0].tensor().tolist() == [[0, 1]]
+    assert rows["prompts", 1].tensor().tolist() == [[7, 8], [9, 10]]
+    assert rows["entropys", 0].statistics.mean == 1.0 and rows["responses", 0].statistics.max == 6.0
+
+
 def test_a_batch_of_the_transfer_queue_is_read(tmp_path):
     tensordict = pytest.importorskip("tensordict")
     import torch
