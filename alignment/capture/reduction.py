@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from alignment.capture.kernel import Sketcher, kernel
 from alignment.numerics.sketch import LARGEST, Buckets, Filling, Place, bounded, sketch_tables
@@ -336,8 +337,6 @@ class _StorageRef:
     __slots__ = ("_ref",)
 
     def __init__(self, t: Tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         self._ref = StorageWeakRef(t.untyped_storage())
 
     def alive(self) -> bool:
