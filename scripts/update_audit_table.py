@@ -16,7 +16,7 @@ from alignment.report.audit_view import BEGIN, END, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs" / "audit.json"
-PAGES = (ROOT / "docs" / "faults.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "faults.md", ROOT / "README.md", ROOT / "README.zh-CN.md")
 
 
 def with_table(text: str, table: str) -> str:
