@@ -39,6 +39,9 @@ SEED = 20261129
 class Numbered:
     """Commits are numbers; every number between two is one."""
 
+    def inside(self, component: Component, old: Pin, new: Pin) -> list[Pin]:
+        return [new]
+
     def between(self, component: Component, old: Pin, new: Pin) -> list[Pin]:
         return [Pin(kind="git", revision=str(r)) for r in range(int(old.revision) + 1, int(new.revision) + 1)]
 

@@ -19,10 +19,13 @@ from alignment.errors import InputError
 class History(Protocol):
     """Gives the way from one pin to another: every step after ``old``, up to and with ``new``, in order.
 
-    The answer is ``[new]`` where nothing in between is known, as for drivers and CANN.
+    The answer is ``[new]`` where nothing in between is known, as for drivers and CANN. ``inside`` gives the commits
+    between two neighbouring releases, from the tag of the one to the tag of the other and with ``new`` at the end;
+    ``[new]`` where no repository tells.
     """
 
     def between(self, component: Component, old: Pin, new: Pin) -> list[Pin]: ...
+    def inside(self, component: Component, old: Pin, new: Pin) -> list[Pin]: ...
 
 
 @dataclass
@@ -47,6 +50,14 @@ class KnownHistory:
         if old.kind == new.kind == "release" and component.distribution:
             return self._releases(component, old, new)
         return [new]
+
+    def inside(self, component: Component, old: Pin, new: Pin) -> list[Pin]:
+        path = self.repositories.get(component.name)
+        if path is None or not path.is_dir() or not old.kind == new.kind == "release":
+            return [new]
+        question = f"commits of {component.name} inside {old.version} to {new.version}"
+        revisions = self._asked(question, lambda: _between_tags(path, old.version, new.version, component.subdirectory))
+        return [*(Pin(kind="git", revision=r, repository=str(path)) for r in revisions), new]
 
     def _releases(self, component: Component, old: Pin, new: Pin) -> list[Pin]:
         known = self.releases.get(component.name)
@@ -106,6 +117,23 @@ def commits_between(repository: Path, old: str, new: str, *, below: str = "") ->
         back = [*_listed(repository, f"{base}..{start}", below)[0 if below else 1 :], base]
     forward = _listed(repository, f"{base}..{end}", below)[::-1]
     return back + forward or [end]
+
+
+def _between_tags(repository: Path, old: str, new: str, below: str) -> list[str]:
+    """The commits from the tag of one release to that of another, both with them; none where a tag is missing."""
+    tags = [tag_of(repository, version) for version in (old, new)]
+    if None in tags:
+        return []
+    return [tags[0], *commits_between(repository, tags[0], tags[1], below=below)]
+
+
+def tag_of(repository: Path, version: str) -> str | None:
+    """The commit of a release, by the spellings of tags that are in use: v1.2, 1.2, core_v1.2, core_r1.2."""
+    for tag in (f"v{version}", version, f"core_v{version}", f"core_r{version}"):
+        found = _git(repository, "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}")
+        if found is not None:
+            return found
+    return None
 
 
 def resolve(repository: Path, revision: str) -> str:

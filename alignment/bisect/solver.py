@@ -223,6 +223,15 @@ class StackSearch:
                 step = walk("releases and commits", points)
                 low, high, hidden = step.low, step.high, len(step.skipped)
         names = low.changed(high)
+        if hidden == 0 and len(names) == 1 and names[0] in low.pins and names[0] in high.pins:
+            # The ends of this line are the two releases as they were measured, so a flip lies on it even where a
+            # release is not what its tag says.
+            old, new = low.pins[names[0]], high.pins[names[0]]
+            points = self._chain(low, high, {names[0]: self._history.inside(high.component(names[0]), old, new)}, base)
+            if len(points) > 2:
+                step = walk("commits inside a release", points)
+                low, high, hidden = step.low, step.high, len(step.skipped)
+        names = low.changed(high)
         judged = self._zone(high)
         return Edge(
             low=low,

@@ -151,7 +151,7 @@ def _settings(given: SimpleNamespace):
     good_stack = load_stack(given.good) if given.good is not None else None
     line = order_stacks(good_stack, bad_stack, load_stacks(given.stacks) if given.stacks else [])
     defined = {n: c for s in line for n, c in s.defined.items()}
-    kind = given.provider or ("command" if given.activate else kind_for(line))
+    kind = given.provider or ("command" if given.activate else "git" if given.repository else kind_for(line))
     if kind not in KINDS:
         raise InputError("there is no such provider", where="--provider", expected=", ".join(KINDS), found=kind)
     details = {

@@ -16,6 +16,9 @@ DEFINED = {n: Component(name=n, distribution=n, module=n) for n in NAMES}
 class Numbered:
     """Every number between two revisions is a commit."""
 
+    def inside(self, component, old, new):
+        return [new]
+
     def between(self, component, old, new):
         step = 1 if int(new.revision) > int(old.revision) else -1
         return [

@@ -104,3 +104,15 @@ def test_only_commits_that_touch_a_folder(repository):
 def test_a_revision_that_is_not_there(repository):
     with pytest.raises(InputError, match="there is no such revision; found deadbeef"):
         commits_between(repository[0], "deadbeef", "main")
+
+
+def test_commits_inside_a_release_lie_between_its_tags(repository):
+    folder, made = repository
+    for tag, name in (("core_v1.0", "one"), ("v1.1", "merge")):
+        subprocess.run(["git", "-C", str(folder), "tag", "-f", tag, made[name]], check=True, capture_output=True)
+    history = KnownHistory(repositories={"megatron-core": folder})
+    path = history.inside(COMPONENTS["megatron-core"], release("1.0"), release("1.1"))
+    assert [p.revision for p in path[:-1]] == [made["one"], made["two"], made["three"], made["merge"]]
+    assert path[-1] == release("1.1")
+    assert history.inside(COMPONENTS["megatron-core"], release("1.0"), release("9.9")) == [release("9.9")]
+    assert KnownHistory().inside(COMPONENTS["megatron-core"], release("1.0"), release("1.1")) == [release("1.1")]

@@ -246,3 +246,33 @@ def test_mixtures_are_named_by_what_they_bring():
 
     Naming(lambda at: float(at["b"] >= 1)).search([stack(0, 0, name="march"), stack(1, 1, name="today")])
     assert asked == ["march with a 1"]
+
+
+def test_a_release_is_followed_into_its_commits():
+    """Releases 1 to 9; between 6 and 7 lie commits 6.0 to 6.9, and 6.4 is the culprit."""
+    from alignment.bisect.stack import Pin
+
+    class Released(Numbered):
+        def between(self, component, old, new):
+            return [Pin(kind="release", version=str(v)) for v in range(int(old.version) + 1, int(new.version) + 1)]
+
+        def inside(self, component, old, new):
+            return [*(Pin(kind="git", revision=f"{old.version}.{i}") for i in range(10)), new]
+
+    class Lab(SimulatedLab):
+        def judge(self, stacks, purpose):
+            told = []
+            for one in stacks:
+                pin = one.pins["a"]
+                bad = float(pin.revision or pin.version) >= 6.4
+                told.append(Judgement(zone=Zone.BAD if bad else Zone.GOOD, value=float(bad)))
+            return told
+
+        def recheck(self, stacks):
+            return [True] * len(stacks)
+
+    ends = [stack(0).with_pins({"a": Pin(kind="release", version=v)}, name=v) for v in ("1", "9")]
+    answer = StackSearch(Lab(lambda at: 0.0), ends, Released()).run()
+    edge = answer.findings[0].edges[0]
+    assert [(c.old.revision, c.new.revision) for c in edge.changes] == [("6.3", "6.4")]
+    assert set(edge.sizes) == {"releases and commits", "commits inside a release"}
