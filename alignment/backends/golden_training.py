@@ -261,14 +261,17 @@ class GoldenTrainingEngine:
 
 
 def require_finite(outputs: Outputs, micro_batch: MicroBatch, *, stage: str) -> None:
-    """Refuses outputs that are not finite where the response counts, naming stage, quantity, sample and token."""
+    """Refuses outputs [b,r,…] that are not finite where the response counts, naming stage, quantity, sample and token."""
     for name, tensor in outputs.items():
         bad = ~torch.isfinite(tensor)
+        if bad.ndim > 2:
+            bad = bad.flatten(2).any(-1)
         if "response_mask" in micro_batch:
             bad &= micro_batch["response_mask"].bool()
         if bad.any():
             sample, token = bad.nonzero()[0].tolist()
-            value, count = tensor[sample, token].item(), int(bad.sum())
+            values = tensor[sample, token].reshape(-1)
+            value, count = values[~torch.isfinite(values)][0].item(), int(bad.sum())
             raise InputError(
                 "the logits are not finite",
                 where=f"{stage} · {name}",

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from alignment.backends.golden_training import GoldenTrainingEngine, adamw_step
+from alignment.backends.golden_training import GoldenTrainingEngine, adamw_step, require_finite
 from alignment.backends.training import OptimizerConfig, TrainingEngine
 from alignment.errors import InputError
 from alignment.models.causal_lm import CausalLM
@@ -246,3 +246,13 @@ def test_the_schedule_warms_up_and_decays():
     assert config.learning_rate(12) == config.learning_rate(50) == 0.25
     with pytest.raises(InputError, match="total_steps: a cosine schedule has to know where it ends"):
         OptimizerConfig(lr_scheduler_type="cosine")
+
+
+def test_logits_of_three_dimensions_are_named_by_sample_and_token():
+    logits = torch.zeros(2, 3, 5)
+    logits[1, 2, 4] = float("inf")
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(InputError, match="teacher_log_prob · logits.*inf at sample 1, response token 2"):
+        require_finite({"logits": logits}, {"response_mask": mask}, stage="teacher_log_prob")
+    mask[1, 2] = 0
+    require_finite({"logits": logits}, {"response_mask": mask}, stage="teacher_log_prob")
