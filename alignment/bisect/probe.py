@@ -268,6 +268,8 @@ def parse_probe(text: str, *, suite: Path, **rest: Any) -> Probe:
         return Probe(kind="alignment", text=words if words.startswith("alignment") else f"alignment {words}", **rest)
     first = shlex.split(text)[0]
     file = first.partition("::")[0]
+    if (suite / file).is_dir() and "tests" in Path(file).parts:
+        return Probe(kind="pytest", text=text, **rest)
     if file.endswith(".py") and not text.startswith("python"):
         if not (suite / file).is_file():
             raise InputError(

@@ -165,7 +165,7 @@ def test_commands_by_kind(tmp_path):
     def parse(text):
         return parse_probe(text, suite=tmp_path)
 
-    assert parse("tests/test_a.py::test_x").kind == "pytest"
+    assert parse("tests/test_a.py::test_x").kind == parse("tests -k x").kind == "pytest"
     assert parse("alignment run --only unit").command("py")[-1] == "--json"
     assert parse("alignment run --json").command("py").count("--json") == 1
     assert parse("python check.py").kind == "shell" and parse("shell: true").text == "true"

@@ -302,6 +302,9 @@ def test_a_folder_with_another_bisection_is_refused(tmp_path):
 
 def test_a_changed_suite_is_refused(tmp_path):
     run(tmp_path / "state", settings_for(BAD_FROM_23))
+    (tmp_path / "state" / "suite" / ".hypothesis").mkdir()
+    (tmp_path / "state" / "suite" / ".hypothesis" / "left by a probe").touch()
+    assert run(tmp_path / "state", None)["exit_code"] == 0
     (tmp_path / "state" / "suite" / "empty").write_text("changed")
     with pytest.raises(InputError, match="the frozen suite was changed since the bisection began"):
         run(tmp_path / "state", None)
