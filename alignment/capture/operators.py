@@ -56,6 +56,8 @@ class OperatorRecorder(TorchDispatchMode):
             # Before the operator runs: it may write into what it was given.
             inputs = [(path, t, record.reduce(t)) for path, t in self._tensors(args, kwargs)]
         output = func(*args, **kwargs)
+        if not record.active:
+            return output
         with record.own_work():
             for path, t, reduced in inputs:
                 record.row(name, name, "operator", direction, call, "input", path, parent, t, reduced)

@@ -300,8 +300,10 @@ class Reducer:
         """The next sketch of a tensor on this device."""
         device = str(t.device)
         if device not in self._buckets:
-            buckets = Buckets(size=self.sketch_size, seed=self.sketch_seed, device=device)
-            self._buckets[device], self._pending[device] = buckets, (buckets.zeros(_MIXED_AT_ONCE), [])
+            # Room that is made inside inference mode could not be written outside.
+            with torch.inference_mode(False):
+                buckets = Buckets(size=self.sketch_size, seed=self.sketch_seed, device=device)
+                self._buckets[device], self._pending[device] = buckets, (buckets.zeros(_MIXED_AT_ONCE), [])
         sums, indices = self._pending[device]
         if len(indices) == _MIXED_AT_ONCE:
             self._mix(device)
@@ -321,7 +323,8 @@ class Reducer:
     def _scratch(self, length: int) -> Tensor:
         """Float32 room for a piece of a narrower dtype, in the cache."""
         if "cpu" not in self._pieces or len(self._pieces["cpu"]) < length:
-            self._pieces["cpu"] = torch.empty(length, dtype=torch.float32)
+            with torch.inference_mode(False):
+                self._pieces["cpu"] = torch.empty(length, dtype=torch.float32)
         return self._pieces["cpu"]
 
 

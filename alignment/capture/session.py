@@ -191,8 +191,7 @@ class Capture:
             if self.rank == min(self.config.ranks or (0,)) or not (directory / "capture.json").exists():
                 write()
         except OSError as error:
-            self._writer.failure = f"{error.strerror or error} ({error.filename or directory})"
-            print(f"capture stopped, the run goes on: {self._writer.failure}", file=sys.stderr, flush=True)
+            self._writer.fail(f"{error.strerror or error} ({error.filename or directory})")
             return False
         return True
 

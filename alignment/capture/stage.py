@@ -56,7 +56,7 @@ class StageRecord:
         self._group = -1
         self.samples: Samples | None = None
         self.keeps = False
-        self._busy = _Depth()
+        self._busy = _OwnWork(writer)
         self._kept: dict[str, tuple[str, tuple[int, ...], Tensor, Callable[[], None]]] = {}
         self._kept_bytes = self._kept_count = 0
         self._parts: list[str] = []
@@ -69,8 +69,8 @@ class StageRecord:
         """Whether rows are taken: the disk has not failed, and the capture is not looking at itself."""
         return not self._busy.depth and self._writer.failure is None
 
-    def own_work(self) -> _Depth:
-        """What is computed inside belongs to the capture, not to the model."""
+    def own_work(self) -> _OwnWork:
+        """What is computed inside belongs to the capture, not to the model; what fails inside ends the capture only."""
         return self._busy
 
     def set_samples(self, samples: Samples | None) -> Samples | None:
@@ -224,19 +224,23 @@ class StageRecord:
         self._writer.submit(write, nbytes)
 
 
-class _Depth:
-    """A block that counts how deep it is entered."""
+class _OwnWork:
+    """A block that counts how deep it is entered, and lets no failure out into the run."""
 
-    __slots__ = ("depth",)
+    __slots__ = ("depth", "_writer")
 
-    def __init__(self) -> None:
-        self.depth = 0
+    def __init__(self, writer: BackgroundWriter) -> None:
+        self.depth, self._writer = 0, writer
 
     def __enter__(self) -> None:
         self.depth += 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         self.depth -= 1
+        if not isinstance(error, Exception):
+            return False
+        self._writer.fail(f"{kind.__name__}: {error}")
+        return True
 
 
 _NO_SKETCHES = np.empty((0, 1), np.float32)

@@ -79,14 +79,23 @@ class BackgroundWriter:
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
             del job
+            # Before anyone who waits is told that the job is over.
+            if problem is not None:
+                self.fail(problem)
             with self._state:
                 self._busy = False
-                self._waiting -= nbytes
-                if problem is not None:
-                    self.failure = problem
-                    self._jobs.clear()
-                    self._waiting = 0
+                self._waiting = max(0, self._waiting - nbytes)
                 self._state.notify_all()
             if problem is not None:
-                print(f"capture stopped, the run goes on: {problem}", file=sys.stderr, flush=True)
                 return
+
+    def fail(self, problem: str) -> None:
+        """Ends the writing for good: what is queued is dropped, and ``problem`` is said once."""
+        with self._state:
+            if self.failure is not None:
+                return
+            self.failure = problem
+            self._jobs.clear()
+            self._waiting = 0
+            self._state.notify_all()
+        print(f"capture stopped, the run goes on: {problem}", file=sys.stderr, flush=True)

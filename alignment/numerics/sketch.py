@@ -274,7 +274,8 @@ class Filling:
             return
         if buckets.scratch is None:
             # Signed elements are added while they are in the cache, from one scratch for all tensors.
-            buckets.scratch = torch.empty(tables.group, dtype=torch.float32, device=buckets.device)
+            with torch.inference_mode(False):
+                buckets.scratch = torch.empty(tables.group, dtype=torch.float32, device=buckets.device)
         product = torch.mul(piece, signs, out=buckets.scratch[:n])
         whole = n // prime * prime
         rows = product[:whole].view(-1, prime)
@@ -355,7 +356,9 @@ def _pieces(flat, place: Place | None, tables: SketchTables, zeros):
 def _signs_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    return torch.from_numpy(sketch_tables(size, seed).signs).to(device), torch.ones(_ROWS, device=device)
+    # The tables outlive the inference mode that they may first be asked for in.
+    with torch.inference_mode(False):
+        return torch.from_numpy(sketch_tables(size, seed).signs).to(device), torch.ones(_ROWS, device=device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -363,7 +366,8 @@ def _mixing_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, ...]:
     import torch
 
     tables = sketch_tables(size, seed)
-    return tuple(torch.from_numpy(t).to(device) for t in (tables.before, tables.after, tables.left, tables.right))
+    with torch.inference_mode(False):
+        return tuple(torch.from_numpy(t).to(device) for t in (tables.before, tables.after, tables.left, tables.right))
 
 
 def _hash(index: np.ndarray, seed: int, stream: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from torch import nn
 
 from alignment.capture import own_format
 from alignment.capture.config import CaptureConfig
+from alignment.capture.kernel import kernel as module_kernel
 from alignment.capture.own_format import OwnCapture
 from alignment.capture.session import Capture, capture
 from alignment.capture.writer import BackgroundWriter
@@ -409,6 +410,39 @@ def test_a_folder_that_cannot_be_written_stops_the_capture_and_not_the_training(
         seen = train(model, 2, session.step)
     assert all(torch.equal(a, b) for a, b in zip(train(make_model(), 2), seen, strict=True))
     assert session.failure and "capture stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_a_capture_that_fails_by_itself_does_not_take_the_training_along(tmp_path, monkeypatch, capsys, level):
+    from alignment.capture.reduction import Reducer
+
+    def add(*arguments, **named):
+        raise RuntimeError("an operator this device lacks")
+
+    monkeypatch.setattr(Reducer, "add", add)
+    with capture(make_model(), CaptureConfig(level=level), directory=tmp_path / "c") as session:
+        seen = train(session._model, 2, session.step)
+    assert all(torch.equal(a, b) for a, b in zip(train(make_model(), 2), seen, strict=True))
+    assert session.failure == "RuntimeError: an operator this device lacks"
+    assert capsys.readouterr().err.count("capture stopped, the run goes on") == 1
+
+
+@pytest.mark.parametrize("fast", ["on", "off"])
+def test_inference_mode_and_training_are_captured_by_one_session(tmp_path, monkeypatch, fast):
+    monkeypatch.setattr("alignment.capture.reduction.kernel", module_kernel if fast == "on" else lambda: None)
+    model = make_model()
+    ids, mask = batch()
+    session = Capture(CaptureConfig(token_end=9), directory=tmp_path)
+    with session.stage(0, "rollout", model), torch.inference_mode():
+        for _ in range(3):
+            model(input_ids=ids, attention_mask=mask)
+    with session.stage(0, "update_actor", model):
+        model(input_ids=ids, attention_mask=mask)["logits"].sum().backward()
+    session.close()
+    assert session.failure is None
+    inside, outside = (list(OwnCapture(tmp_path).rows(0, s, 0)) for s in ("rollout", "update_actor"))
+    last = [next(r for r in rows if r.module == "head" and r.role == "output") for rows in (inside, outside)]
+    assert np.array_equal(last[0].sketch(), last[1].sketch())
 
 
 def test_a_killed_run_leaves_every_finished_step_readable(tmp_path):
