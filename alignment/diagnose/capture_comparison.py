@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -298,7 +299,7 @@ def _weigh(gap: Unpaired, foreign: bool) -> Unpaired:
 
 
 def _largest(pairs: list[Pair]) -> list[Row]:
-    worst = sorted(pairs, key=lambda pair: -pair.difference.relative)[:LARGEST]
+    worst = heapq.nlargest(LARGEST, pairs, key=lambda pair: pair.difference.relative)
     return [
         Row(
             module=pair.owner, quantity=pair.quantity, relative=pair.difference.relative, gain=pair.difference.gain,

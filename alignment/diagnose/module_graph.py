@@ -308,6 +308,8 @@ class _Walk:
 
     def _held(self, owner: str, scope: Scope) -> None:
         """Parameters and attributes of a module, once, before its first call."""
+        if owner not in self.graph.parameters and owner not in self.graph.attributes:
+            return
         if owner not in self.seen_owners:
             self.seen_owners.add(owner)
             for pair in self.graph.attributes.get(owner, ()):

@@ -30,6 +30,8 @@ DEFAULT_AMPLIFICATION = {"own": 4.0, "glue": 8.0, "gradient own": 8.0, "gradient
 DEFAULT_AMPLIFICATION |= {"loss": 16.0, "parameter gradient": 16.0, "copy": 1.0, "value": 16.0}
 """Largest growth of the relative error over one edge that is taken for granted without a calibration."""
 
+_DEFAULT_ORIGIN = {alpha: f"{alpha:g} × √(source² + rounding²)" for alpha in DEFAULT_AMPLIFICATION.values()}
+
 NOISE_FORMAT = "alignment-noise-1"
 
 NEAR_TIES = 4.0
@@ -47,7 +49,7 @@ SUMS = 2.0**-20
 _COPIED = ("parameter", "attribute", "input", "copy")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True)
 class Limits:
     """What ε, |gain| and |bias| may be at most at one edge, and where that comes from.
 
@@ -186,7 +188,7 @@ class NoiseModel:
         if edge.unordered:
             share, origin = math.inf, "rows in another order"
         else:
-            share, origin = self.z / math.sqrt(max(1, math.prod(edge.result.shape[:-1]))), f"{alpha:g} × √(source² + rounding²)"
+            share, origin = self.z / math.sqrt(max(1, math.prod(edge.result.shape[:-1]))), _DEFAULT_ORIGIN[alpha]
         signed = math.inf if share == math.inf else alpha * p * min(1.0, share) + (alpha * p) ** 2 + SUMS
         return Limits(
             relative=alpha * p, gain=signed, bias=signed, origin=origin, gain_left=difference.gain, bias_left=difference.bias

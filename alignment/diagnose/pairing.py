@@ -85,15 +85,22 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
 
 def _grouped(rows: Iterable[TensorRow], name_of) -> dict[tuple[str, str, str], _Group]:
     groups: dict[tuple[str, str, str], _Group] = {}
+    last, name = None, ""
     for row in rows:
         kind = row.kind
-        if kind == "operator":
+        if kind == "module":
+            if row.module is not last:
+                last = row.module
+                name = name_of(last)
+        elif kind == "operator":
             # one node of the graph, below the module that calls it
             name = f"{name_of(row.parent)}.{row.module.replace('.', ':')}".lstrip(".")
         elif kind == "value":
             name = f"{name_of(row.parent)}/{row.module}"
         else:
             name = name_of(row.module)
+        if kind != "module":
+            last = None
         key = (name, kind, row.direction)
         group = groups.get(key)
         if group is None:
@@ -115,6 +122,10 @@ def _missing(key: tuple[str, str, str], calls: _Group, side: str) -> Unpaired:
 
 
 def _pair_calls(key: tuple[str, str, str], golden: _Group, target: _Group, out: Pairing) -> None:
+    if len(golden) == 1 == len(target):
+        ((call, rows),), (others,) = golden.items(), target.values()
+        _pair_tensors(key, call, rows, others, out)
+        return
     if len(golden) == len(target):
         for (call, rows), others in zip(sorted(golden.items()), (o for _, o in sorted(target.items()))):
             _pair_tensors(key, call, rows, others, out)
@@ -138,8 +149,8 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
     if key[1] == "module" and golden[0].class_name:
         out.classes += 1
         out.other_classes += golden[0].class_name != target[0].class_name
-    if len(golden) == 1 == len(target) and golden[0].path == target[0].path:
-        out.pairs.append(pair_of(key[0], call, golden[0], target[0]))
+    if len(golden) == len(target) and all(a.path == b.path and a.role == b.role for a, b in zip(golden, target)):
+        out.pairs += [pair_of(key[0], call, a, b) for a, b in zip(golden, target)]
         return
     others = {(row.role, row.path): row for row in target}
     left: list[TensorRow] = []
@@ -176,8 +187,9 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
         owner, _, name = module.rpartition(".")
     elif kind == "value":
         owner, _, name = module.partition("/")
-    a, b = golden.statistics, target.statistics
-    discrete = golden.dtype in DISCRETE
+    a, b, dtype = golden.statistics, target.statistics, golden.dtype
+    discrete = dtype in DISCRETE
+    same = dtype == target.dtype
     difference = difference_of(golden, target, discrete)
     reordered = discrete and not difference.problem and difference.relative > 0.0 and _same_values(a, b)
     if reordered:
@@ -190,8 +202,8 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
             identity = (a.l2, a.mean, a.max, a.min, a.count)
     return Pair(
         owner, golden.class_name, kind, golden.direction, call, golden.role, golden.path, golden.order,
-        golden.dtype if golden.dtype == target.dtype else coarser(golden.dtype, target.dtype),
-        golden.shape, difference, discrete, name, identity, False, by_statistics, golden.dtype == target.dtype,
+        dtype if same else coarser(dtype, target.dtype), golden.shape, difference, discrete, name, identity, False,
+        by_statistics, same,
         reordered,
     )  # fmt: skip
 
