@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import io
 import json
 import shutil
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 from alignment.capture.config import CaptureConfig
+from alignment.capture.kernel import kernel
 from alignment.capture.session import capture
 
 SECTIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -178,13 +180,20 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(SECTIONS), help="one section only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    document: dict[str, object] = {"rounds": options.rounds, "torch": torch.__version__}
+    with_msprobe = not options.without_msprobe
+    if with_msprobe and importlib.util.find_spec("msprobe") is None:
+        parser.error("msprobe is not installed: pip install mindstudio-probe, or --without-msprobe")
+    document: dict[str, object] = {
+        "rounds": options.rounds,
+        "torch": torch.__version__,
+        "fast_path": kernel() is not None,
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name, dtype in SECTIONS.items():
             if options.dtype in (None, name):
                 # msprobe logs to standard output, which belongs to the document.
                 with contextlib.redirect_stdout(sys.stderr if not options.json else io.StringIO()):
-                    document[name] = measure(dtype, Path(folder) / name, options.rounds, not options.without_msprobe)
+                    document[name] = measure(dtype, Path(folder) / name, options.rounds, with_msprobe)
     first = document.get("float32") or document.get("bfloat16")
     document |= {k: v for k, v in first.items() if k.endswith("_ratio") or k in ("sketch_bytes_fraction",)}
     if options.json:
