@@ -13,6 +13,8 @@ from alignment.diagnose.noise import DEFAULT_AMPLIFICATION, SUMS, Limits, NoiseM
 SCALARS = frozenset({"int", "float"})
 """Python numbers among the arguments of an operator (a scale, an ε, a k): configuration, so they are equal or wrong."""
 
+CONFIGURED = "a number of the configuration"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -82,7 +84,7 @@ def _heals(finding: Finding, graph: ModuleGraph, found: Localisation) -> bool:
     A constant shift of all positions changes the rotation of queries and keys and no product of the two. What a module
     computes has to agree as if that input had agreed; noise of the other inputs and rounding are all that is allowed.
     """
-    if finding.direction != "forward" or not finding.quantity.startswith("in "):
+    if finding.direction != "forward" or finding.origin == CONFIGURED or not finding.quantity.startswith("in "):
         return False
     calls = [node for (module, _), node in graph.nodes.items() if module == finding.at]
     for node in calls:
@@ -213,7 +215,8 @@ class _Judge:
         limit = _copy_limit(pair)
         if difference.relative <= limit:
             return False
-        self._add(edge, difference, "introduced", "relative difference", difference.relative, limit, "copied, not computed")
+        origin = CONFIGURED if pair.dtype in SCALARS else "copied, not computed"
+        self._add(edge, difference, "introduced", "relative difference", difference.relative, limit, origin)
         return True
 
     def _discrete(self, edge: Edge, difference: Difference) -> bool:

@@ -122,7 +122,7 @@ class Edge:
         culprit: the module whose code is between sources and result, or :data:`LOSS`.
         key: edges of one key compute the same kind of thing, in other layers or calls.
         error: largest relative difference among the sources.
-        moved: an index among the sources changed.
+        moved: an index among the sources changed, here or before: what differs is then a few rows and no noise.
         unordered: the result's rows were picked by an index that changed, so they may be in another order.
         source: the one whose sign carries over: of a module's own results the input that differs most, else what was
             computed last.
@@ -268,6 +268,7 @@ class _Walk:
         self.flag: dict[int, bool] = {}
         self.unordered: set[str] = set()
         self.listed: set[tuple[str, str]] = set()
+        self.flipped = False
         self.done: set[int] = set()
 
     def run(self) -> None:
@@ -303,8 +304,10 @@ class _Walk:
         # noise measured in one dtype says nothing about another
         key = (kind, *key, pair.dtype if pair.same_dtype else f"to {pair.dtype}")
         source = source if source is not None else scope.last
-        edge = Edge(kind, culprit, key, pair, error, tainted, scope.unusable, scope.moved, unordered, self.position, twin, source)
+        moved = scope.moved or self.flipped
+        edge = Edge(kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source)
         self.flag[id(pair)] = self.judge(edge)
+        self.flipped |= pair.discrete and pair.kind == "module" and pair.difference.relative > 0.0
 
     def _held(self, owner: str, scope: Scope) -> None:
         """Parameters and attributes of a module, once, before its first call."""

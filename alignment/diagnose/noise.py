@@ -167,7 +167,8 @@ class NoiseModel:
         moved, exposure = self.choice_rates.get(edge.key, (0.0, 0.0))
         rate = (moved + 1.0) / exposure if exposure > 0.0 else NEAR_TIES
         mean = rate * edge.error * _rows(edge)
-        most = mean + self.z * math.sqrt(mean) + self.z**2 / 2
+        # the upper quantile of Poisson by the first term of its Cornish-Fisher expansion
+        most = mean + self.z * math.sqrt(mean) + (self.z**2 - 1) / 6 + 1
         return math.sqrt(2.0 * min(1.0, most / _rows(edge)))
 
     def limits(self, edge: Edge) -> Limits:
