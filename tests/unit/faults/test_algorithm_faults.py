@@ -42,7 +42,7 @@ def test_the_catalogue_has_every_entry_of_its_categories():
 
 
 @pytest.mark.parametrize("check", checks(), ids=lambda check: check.name)
-@pytest.mark.parametrize("seed", [0, 1, 7])
+@pytest.mark.parametrize("seed", [0, 7])
 def test_the_product_passes(check, seed):
     assert [str(finding) for finding in check.findings(Setting(seed=seed))] == []
 

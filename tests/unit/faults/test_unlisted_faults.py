@@ -17,6 +17,10 @@ from alignment.faults.fault import Fault
 from alignment.faults.seam import wrapped
 
 RL, PARALLEL, BACKENDS = "alignment.rl", "alignment.models.parallel", "alignment.backends"
+TOPICS = (
+    "losses advantages distributions stages step training parallel_layouts streams optimizers turns rewards batches "
+    "data_path checkpoints distillation"
+).split()
 MUTANTS: dict[str, tuple[str, object]] = {}
 
 
@@ -724,6 +728,6 @@ def test_a_defect_that_nobody_listed_is_caught(name):
         why="any",
         apply=lambda: wrapped(target, make),
     )
-    row = catch(fault, all_checks())
+    row = catch(fault, [check for check in all_checks() if check.name.partition(".")[0] in TOPICS])
     assert row.caught
     assert math.isfinite(row.seconds)
