@@ -1,10 +1,11 @@
 """Comparing two dumps: ``alignment compare`` against the real ``msprobe compare`` on the same files, whole-process CPU.
 
-    python benchmarks/compare.py [--msprobe /path/to/venv/bin/msprobe] [--megabytes 1024] [--rows 20000] [--rounds 3] [--json]
+    python benchmarks/compare.py [--msprobe VENV/bin/msprobe] [--megabytes 1024] [--rows 20000] [--rounds 3] [--json]
 
 msprobe itself writes the dumps, of a chain of small modules (statistics) or of large ones (tensors), twice, the second
 time with inputs that differ by 1e-6. Both tools then compare them in turn, files in the page cache. Prints
-``speedup_statistics`` (bar: ≥ 10) and ``speedup_tensor`` (≥ 5): medians of the ratios of neighbouring runs; and start-up
+``speedup_statistics`` (bar: ≥ 10) and ``speedup_tensor`` (≥ 5): medians of the ratios of neighbouring runs; and
+start-up
 and peak memory. Exit code 2 where msprobe is not installed.
 """
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TENSOR_MEGABYTES = 10
 """Size of one tensor: a hidden state of 640 tokens and width 4096 in float32."""
 
-WRITER = '''
+WRITER = """
 import json, sys
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ debugger.start(model=model)
 with torch.no_grad():
     model(x * (1 + offset))
 debugger.stop()
-'''
+"""
 
 
 def write_dumps(python: Path, task: str, root: Path, *, modules: int, elements: int) -> tuple[Path, Path]:
@@ -93,7 +94,9 @@ def _environment() -> dict[str, str]:
 
 def cpu_of(command: list[str]) -> tuple[float, float, int]:
     """CPU seconds of a process and its children, its peak memory in MB, its exit code."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(), cwd=ROOT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment(), cwd=ROOT
+    )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, process.returncode
@@ -109,7 +112,9 @@ def measure(task: str, msprobe: Path, *, modules: int, elements: int, rounds: in
         result.mkdir()
         mine, peak, code = cpu_of(ours_command)
         if code not in (0, 1):
-            done = subprocess.run(ours_command, capture_output=True, text=True, env=_environment(), cwd=ROOT, check=False)
+            done = subprocess.run(
+                ours_command, capture_output=True, text=True, env=_environment(), cwd=ROOT, check=False
+            )
             sys.exit(f"alignment compare failed:\n{done.stderr[-2000:]}")
         other, their_peak, code = cpu_of(
             [str(msprobe), "compare", "-tp", str(target), "-gp", str(golden), "-o", str(result)]
@@ -154,7 +159,10 @@ def main() -> None:
     # four rows a module: input, output, weight, bias
     shapes = {
         "statistics": {"modules": max(1, arguments.rows // 4), "elements": 64},
-        "tensor": {"modules": max(1, arguments.megabytes // (2 * TENSOR_MEGABYTES)), "elements": TENSOR_MEGABYTES << 18},
+        "tensor": {
+            "modules": max(1, arguments.megabytes // (2 * TENSOR_MEGABYTES)),
+            "elements": TENSOR_MEGABYTES << 18,
+        },
     }
     for task, shape in shapes.items():
         if arguments.only in (None, task):

@@ -1,4 +1,4 @@
-"""Detection power: which of 23 faults a comparison of two captures finds, in its module, and which benign pairs alarm it.
+"""Detection power: which of 23 faults a comparison of captures names in its module, which benign pairs alarm it.
 
     python benchmarks/detection.py [--setting ideal --setting realistic] [--seeds 0,1] [--uncalibrated] [--json]
 
@@ -99,12 +99,16 @@ def judge(case, setting: protocol.Setting, seed: int, noise: NoiseModel | None) 
         culprit=getattr(case, "culprit", None),
         named=None if stage.aligned else (first.module if first else "(nothing introduced)"),
         flagged=len(stage.localisation.findings) + len(stage.failures),
-        reason=f"{first.quantity} at {first.at}: {first.reason}, {first.excess:.3g} x limit" if first else "; ".join(stage.failures),
+        reason=f"{first.quantity} at {first.at}: {first.reason}, {first.excess:.3g} x limit"
+        if first
+        else "; ".join(stage.failures),
     )
     return result, comparison
 
 
-def run(settings: Sequence[str], seeds: Sequence[int], *, calibration_seeds: Sequence[int], names: Sequence[str] = ()) -> list[Result]:
+def run(
+    settings: Sequence[str], seeds: Sequence[int], *, calibration_seeds: Sequence[int], names: Sequence[str] = ()
+) -> list[Result]:
     """All cases of the protocol, or those whose name contains one of ``names``."""
     out = []
     for name in settings:
@@ -119,7 +123,10 @@ def run(settings: Sequence[str], seeds: Sequence[int], *, calibration_seeds: Seq
             for seed in seeds:
                 result, _ = judge(case, setting, seed, noises[kind])
                 out.append(result)
-                print(f"{name} {seed} {'hit ' if result.hit else 'MISS'} {case.name}: {result.named} ({result.reason})", file=sys.stderr)
+                print(
+                    f"{name} {seed} {'hit ' if result.hit else 'MISS'} {case.name}: {result.named} ({result.reason})",
+                    file=sys.stderr,
+                )
     return out
 
 
@@ -136,7 +143,9 @@ def main() -> None:
     calibration = [] if arguments.uncalibrated else [int(seed) for seed in arguments.calibration_seeds.split(",")]
     results = run(arguments.setting or sorted(SETTINGS), seeds, calibration_seeds=calibration, names=arguments.case)
     if arguments.json:
-        print(json.dumps({"summary": summary(results), "cases": [{**asdict(r), "hit": r.hit} for r in results]}, indent=1))
+        print(
+            json.dumps({"summary": summary(results), "cases": [{**asdict(r), "hit": r.hit} for r in results]}, indent=1)
+        )
         return
     cases = list(dict.fromkeys(r.case for r in results))
     columns = list(dict.fromkeys((r.setting, r.seed) for r in results))
@@ -147,7 +156,13 @@ def main() -> None:
         marks = []
         for column in columns:
             r = by_place.get((case, *column))
-            marks.append("n/a" if r is None else ("H" if r.culprit else "–") if r.hit else ("–" if r.culprit and r.named is None else f"w{r.flagged}"))
+            marks.append(
+                "n/a"
+                if r is None
+                else ("H" if r.culprit else "–")
+                if r.hit
+                else ("–" if r.culprit and r.named is None else f"w{r.flagged}")
+            )
         print(f"| {case} | " + " | ".join(marks) + " |")
     for line in summary(results):
         print(line)

@@ -4,7 +4,8 @@ Models of four layers, hidden 256, 64 tokens, batch 2: ``dense`` in the shape of
 ``moe`` in that of DeepSeek-V3 (``alignment.models``: latent attention 192/128, 8 experts, top 2). Weights are scaled to
 the spread of trained ones, where a softmax is neither flat nor a maximum. The loss is the clipped policy loss with a KL
 penalty. A *setting* says what the target computes in: ``ideal`` is float32 on the kernels of golden; ``realistic`` is
-bfloat16 with every matrix product of the target split along K, partial sums rounded to bfloat16, beneath the Python API.
+bfloat16 with every matrix product of the target split along K, partial sums rounded to bfloat16, beneath the Python
+API.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alignment.numerics.random import portable_integers, portable_normal, portable_uniform
+from alignment.numerics.random import portable_integers, portable_normal
 
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY = 2, 64, 256, 4, 1024
 CLIP, KL_COEFFICIENT = 0.2, 0.2
@@ -145,7 +146,7 @@ def _initialised(model: nn.Module, seed: int) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The clipped policy loss with a k3 KL penalty (Schulman 2020) over the response tokens, and how it may go wrong."""
+    """The clipped policy loss with a k3 KL penalty (Schulman 2020) over the response, and how it may go wrong."""
 
     temperature: float = 1.0
     mask_shift: int = 0
@@ -296,7 +297,9 @@ def _patch_scale():
     from alignment.models import mla
 
     right = mla.softmax_scale
-    return _replaced(mla, "softmax_scale", lambda config: right(config) * math.sqrt(config.q_head_dim / config.v_head_dim))
+    return _replaced(
+        mla, "softmax_scale", lambda config: right(config) * math.sqrt(config.q_head_dim / config.v_head_dim)
+    )
 
 
 def _patch_router(**changes) -> Callable[[], contextlib.AbstractContextManager]:
@@ -426,10 +429,14 @@ FAULTS: tuple[Fault, ...] = (
         culprit="model.layers.1.mlp.gate",
         patch=_patch_router(routed_scaling_factor=1.0),
     ),
-    Fault(name="two experts swapped", model="moe", culprit="model.layers.2.mlp.experts.1.gate_proj", weights=_swap_experts),
+    Fault(
+        name="two experts swapped", model="moe", culprit="model.layers.2.mlp.experts.1.gate_proj", weights=_swap_experts
+    ),
     Fault(name="one NaN element", model="dense", culprit="model.layers.2.mlp.up_proj", weights=_not_a_number),
     Fault(name="RL temperature", model="dense", culprit="loss", loss=Loss(temperature=0.7), direction="backward"),
-    Fault(name="RL loss mask shifted by one", model="dense", culprit="loss", loss=Loss(mask_shift=1), direction="backward"),
+    Fault(
+        name="RL loss mask shifted by one", model="dense", culprit="loss", loss=Loss(mask_shift=1), direction="backward"
+    ),
     Fault(
         name="RL loss normaliser",
         model="dense",
@@ -481,7 +488,10 @@ def build(kind: str, seed: int, changes: dict | None) -> nn.Module:
 
 
 def step(
-    model: nn.Module, batch: dict[str, Tensor], loss: Loss, record: Callable[[nn.Module], contextlib.AbstractContextManager]
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    loss: Loss,
+    record: Callable[[nn.Module], contextlib.AbstractContextManager],
 ):
     """One forward and backward inside what ``record(model)`` gives; returns what that yields."""
     model.zero_grad(set_to_none=True)

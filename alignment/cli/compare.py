@@ -38,7 +38,9 @@ def compare(
     target_format: Annotated[Optional[str], typer.Option(help="Format of TARGET, where it is not found out.")] = None,
     repeat: Annotated[
         Optional[list[Path]],
-        typer.Option("--repeat", help="Runs: a further run of GOLDEN's configuration, whose spread is noise (repeatable)."),
+        typer.Option(
+            "--repeat", help="Runs: a further run of GOLDEN's configuration, whose spread is noise (repeatable)."
+        ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Label of the device the target ran on.")] = "unknown",
     as_json: JsonOption = False,

@@ -72,7 +72,11 @@ class StageComparison:
         measures, where = (), None
         if first is not None:
             measure = Measure(
-                name=first.reason, value=first.value, bound=first.limit, unit="of the size of golden", origin=first.origin
+                name=first.reason,
+                value=first.value,
+                bound=first.limit,
+                unit="of the size of golden",
+                origin=first.origin,
             )
             measures = (measure,)
             where = Divergence(stage=self.stage, module=first.module or "(root)", quantity=first.quantity, detail=place)
@@ -89,7 +93,9 @@ class StageComparison:
         if first is not None:
             kind = "gradient " if first.direction == "backward" and self.localisation.first("forward") is None else ""
             at = f" (seen at {first.at or '(root)'})" if first.at != first.module else ""
-            return f"first introduced {kind}divergence: {first.module or '(root)'}{at}, {first.quantity}: {first.reason}"
+            return (
+                f"first introduced {kind}divergence: {first.module or '(root)'}{at}, {first.quantity}: {first.reason}"
+            )
         if self.failures:
             more = f" and {len(self.failures) - 1} more" if len(self.failures) > 1 else ""
             return self.failures[0] + more
@@ -98,7 +104,11 @@ class StageComparison:
         if self.localisation.findings:
             return f"{len(self.localisation.findings)} results diverge, none of them from sources that agree"
         healed = self.localisation.healed
-        remark = f"; {len(healed)} inputs differ without effect ({healed[0].at or '(root)'} {healed[0].quantity})" if healed else ""
+        remark = (
+            f"; {len(healed)} inputs differ without effect ({healed[0].at or '(root)'} {healed[0].quantity})"
+            if healed
+            else ""
+        )
         return f"{self.pairs} tensors agree within the error of their sources{remark}"
 
     def next_command(self, subject: str) -> str | None:
@@ -110,7 +120,8 @@ class StageComparison:
             return "look at how this weight was loaded or sent: alignment run --case weight_sync"
         finest = "tensor" if self.details and "tensor" not in self.details else None
         if finest:
-            return f"capture again with capture.detail=tensor capture.modules='{first.module}*', then alignment.diagnose.replay_modules"
+            asked = f"capture.detail=tensor capture.modules='{first.module}*'"
+            return f"capture again with {asked}, then alignment.diagnose.replay_modules"
         return None
 
     def to_dict(self) -> dict:
@@ -206,7 +217,9 @@ def compare_captures(
         model.expect_tests(3 * len(pairing.pairs))
         found = localise(graph, model)
         foreign = _different_implementations(pairing)
-        unpaired = [_weigh(gap, foreign) for gap in pairing.unpaired if not matches_any(gap.name.split(" ")[0], allow_missing)]
+        unpaired = [
+            _weigh(gap, foreign) for gap in pairing.unpaired if not matches_any(gap.name.split(" ")[0], allow_missing)
+        ]
         out.stages.append(
             StageComparison(
                 step, stage, rank, found, unpaired, len(pairing.pairs), (pairing.golden_rows, pairing.target_rows),
@@ -217,7 +230,9 @@ def compare_captures(
     return out
 
 
-def learn_noise(golden: CaptureReader, benign: CaptureReader, *, names: NameMap | None = None, into: NoiseModel | None = None) -> NoiseModel:
+def learn_noise(
+    golden: CaptureReader, benign: CaptureReader, *, names: NameMap | None = None, into: NoiseModel | None = None
+) -> NoiseModel:
     """What two captures that are known to be equal teach about noise: the calibration for :func:`compare_captures`.
 
     Raises:
@@ -271,7 +286,9 @@ def _both(what: str, mine: Sequence, theirs: Sequence, wanted: Sequence, missing
     if wanted:
         absent = [x for x in wanted if x not in mine and x not in theirs]
         if absent:
-            raise InputError(f"no such {what}", where="compare", expected=f"one of {sorted({*mine, *theirs})}", found=absent[0])
+            raise InputError(
+                f"no such {what}", where="compare", expected=f"one of {sorted({*mine, *theirs})}", found=absent[0]
+            )
         mine, theirs = [x for x in mine if x in wanted], [x for x in theirs if x in wanted]
     common = [x for x in mine if x in theirs]
     if not common:
@@ -338,6 +355,9 @@ def load_noise(paths: Sequence[Path]) -> NoiseModel:
             model.add(NoiseModel.from_dict(json.loads(Path(path).read_text(encoding="utf-8"))))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                "no calibration", where=path, expected="a file of 'alignment compare A B --save-noise FILE'", found=error
+                "no calibration",
+                where=path,
+                expected="a file of 'alignment compare A B --save-noise FILE'",
+                found=error,
             ) from error
     return model

@@ -81,7 +81,9 @@ def from_statistics(golden: Statistics, target: Statistics) -> Difference:
     return Difference(max(abs(gain), abs(bias)), gain, bias, detail="statistics")
 
 
-def from_sketches(golden: np.ndarray, target: np.ndarray, first: Statistics | None, second: Statistics | None) -> Difference:
+def from_sketches(
+    golden: np.ndarray, target: np.ndarray, first: Statistics | None, second: Statistics | None
+) -> Difference:
     """‖sketch t − sketch g‖ estimates ‖t − g‖; norms and means come from the statistics, which are exact.
 
     The gain needs no projection of sketches: 2⟨t − g, g⟩ = ‖t‖² − ‖g‖² − ‖t − g‖², where only the last, quadratic

@@ -227,7 +227,9 @@ class _Judge:
         if difference.relative <= limit:
             return edge.tainted
         status = "inherited" if edge.tainted else "introduced"
-        self._add(edge, difference, status, "choices", difference.relative, limit, "near ties within the sources' error")
+        self._add(
+            edge, difference, status, "choices", difference.relative, limit, "near ties within the sources' error"
+        )
         return True
 
     def _add(self, edge: Edge, difference: Difference, status: str, name: str, value: float, limit: float, origin: str):

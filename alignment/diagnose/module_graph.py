@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from alignment.diagnose.difference import Difference
@@ -305,7 +305,9 @@ class _Walk:
         key = (kind, *key, pair.dtype if pair.same_dtype else f"to {pair.dtype}")
         source = source if source is not None else scope.last
         moved = scope.moved or self.flipped
-        edge = Edge(kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source)
+        edge = Edge(
+            kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source
+        )
         self.flag[id(pair)] = self.judge(edge)
         self.flipped |= pair.discrete and pair.kind == "module" and pair.difference.relative > 0.0
 
@@ -394,7 +396,14 @@ class _Walk:
         for pair in self.graph.parameter_gradients.get(node.module, ()):
             if id(pair) not in self.done:
                 self.done.add(id(pair))
-                self._visit("parameter gradient", node.module, (node.class_name, last, pair.name), pair, scope, source=_largest(node.inputs))
+                self._visit(
+                    "parameter gradient",
+                    node.module,
+                    (node.class_name, last, pair.name),
+                    pair,
+                    scope,
+                    source=_largest(node.inputs),
+                )
         outer.empty = False
         if not node.outputs:
             outer.join(scope)

@@ -1,6 +1,7 @@
 """One name for one module, whoever implements it: Hugging Face's, from those of megatron-core, vLLM and wrappers.
 
-The tables repeat, for module paths, what :mod:`alignment.weights.megatron_names` and :mod:`alignment.weights.vllm_names`
+The tables repeat, for module paths, what :mod:`alignment.weights.megatron_names` and
+:mod:`alignment.weights.vllm_names`
 say of parameters (a test holds them together); they are spelled out here because comparing must not import torch.
 """
 
@@ -119,7 +120,10 @@ class NameMap:
                     lines = Path(option).read_text(encoding="utf-8").splitlines()
                 except (OSError, UnicodeDecodeError) as error:
                     raise InputError(
-                        "no name pair and no readable file", where="--map", expected="GOLDEN=TARGET or a file", found=option
+                        "no name pair and no readable file",
+                        where="--map",
+                        expected="GOLDEN=TARGET or a file",
+                        found=option,
                     ) from error
             for line in lines:
                 line = line.partition("#")[0].strip()
@@ -153,7 +157,9 @@ def no_common_names(golden: Iterable[str], target: Iterable[str]) -> InputError:
     """The error for two captures that share no module, with the nearest names of both."""
     first, second = sorted(golden), sorted(target)
     near = next(((a, m[0]) for a in first if (m := difflib.get_close_matches(a, second, n=1, cutoff=0.3))), None)
-    example = f"{near[0]}={near[1]}" if near else f"{first[0] if first else 'GOLDEN'}={second[0] if second else 'TARGET'}"
+    example = (
+        f"{near[0]}={near[1]}" if near else f"{first[0] if first else 'GOLDEN'}={second[0] if second else 'TARGET'}"
+    )
     return InputError(
         "the two captures have no module in common",
         where="compare",

@@ -44,7 +44,8 @@ FEWEST = 4
 """Samples of a key below which the defaults are used."""
 
 SUMS = 2.0**-20
-"""What float32 sums over many elements, in another order on the other side, leave of the statistics of equal tensors."""
+"""What float32 sums over many elements, in another order on the other side, leave of the statistics of equal
+tensors."""
 
 _COPIED = ("parameter", "attribute", "input", "copy")
 
@@ -108,7 +109,9 @@ class NoiseModel:
     def to_dict(self) -> dict:
         """JSON-ready form; :meth:`from_dict` reads it back."""
         edges = [{"key": list(key), "rows": [list(row) for row in held.rows]} for key, held in self.samples.items()]
-        rates = [{"key": list(key), "moved": moved, "exposure": seen} for key, (moved, seen) in self.choice_rates.items()]
+        rates = [
+            {"key": list(key), "moved": moved, "exposure": seen} for key, (moved, seen) in self.choice_rates.items()
+        ]
         return {"format": NOISE_FORMAT, "edges": edges, "choices": rates}
 
     @classmethod
@@ -154,7 +157,9 @@ class NoiseModel:
         held = self.samples[edge.key]
         held.fitted = None
         gain, bias = _signs(edge.source)
-        held.rows.append((math.log(difference.relative / p), difference.relative, difference.gain, difference.bias, gain, bias))
+        held.rows.append(
+            (math.log(difference.relative / p), difference.relative, difference.gain, difference.bias, gain, bias)
+        )
 
     def choices(self, edge: Edge) -> float:
         """Largest difference of an index, in the unit of :func:`~alignment.diagnose.difference.from_tensors`.
@@ -192,7 +197,12 @@ class NoiseModel:
             share, origin = self.z / math.sqrt(max(1, math.prod(edge.result.shape[:-1]))), _DEFAULT_ORIGIN[alpha]
         signed = math.inf if share == math.inf else alpha * p * min(1.0, share) + (alpha * p) ** 2 + SUMS
         return Limits(
-            relative=alpha * p, gain=signed, bias=signed, origin=origin, gain_left=difference.gain, bias_left=difference.bias
+            relative=alpha * p,
+            gain=signed,
+            bias=signed,
+            origin=origin,
+            gain_left=difference.gain,
+            bias_left=difference.bias,
         )
 
     @property
@@ -279,4 +289,4 @@ def _rows(edge: Edge) -> int:
 
 
 def _moved(edge: Edge) -> float:
-    return edge.result.difference.relative ** 2 / 2.0 * _rows(edge)
+    return edge.result.difference.relative**2 / 2.0 * _rows(edge)

@@ -43,7 +43,9 @@ class Unpaired:
 
     def __str__(self) -> str:
         other = "target" if self.side == "golden" else "golden"
-        return f"{self.what} {self.name} only in {self.side}, missing in {other}" + (f" ({self.detail})" if self.detail else "")
+        return f"{self.what} {self.name} only in {self.side}, missing in {other}" + (
+            f" ({self.detail})" if self.detail else ""
+        )
 
 
 @dataclass
@@ -63,7 +65,10 @@ _Group = dict[int, list[TensorRow]]
 
 
 def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: NameMap) -> Pairing:
-    """Pair the rows of one step, stage and rank. Differences are taken here, one pair of tensors in memory at a time."""
+    """Pair the rows of one step, stage and rank.
+
+    Differences are taken here, one pair of tensors in memory at a time.
+    """
     first = _grouped(golden, names.golden)
     second = _grouped(target, names.target)
     _unfuse(first, second)
@@ -142,7 +147,9 @@ def _pair_calls(key: tuple[str, str, str], golden: _Group, target: _Group, out: 
         for place, (call, _) in enumerate(calls):
             if place not in used:
                 detail = f"{key[2]}, called {len(golden)} times in golden, {len(target)} in the target"
-                out.unpaired.append(Unpaired(what="call", side=side, name=f"{key[0] or '(root)'} #{call}", detail=detail))
+                out.unpaired.append(
+                    Unpaired(what="call", side=side, name=f"{key[0] or '(root)'} #{call}", detail=detail)
+                )
 
 
 def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[TensorRow], out: Pairing) -> None:
@@ -165,7 +172,14 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
         # another signature: the same tensor under another name
         partner = next((o for o in spare if o.role == row.role and o.shape == row.shape and _alike(o, row)), None)
         if partner is None:
-            partner = next((o for o in spare if o.role == row.role and math.prod(o.shape) == math.prod(row.shape) and _alike(o, row)), None)
+            partner = next(
+                (
+                    o
+                    for o in spare
+                    if o.role == row.role and math.prod(o.shape) == math.prod(row.shape) and _alike(o, row)
+                ),
+                None,
+            )
         if partner is None:
             out.unpaired.append(Unpaired(what="tensor", side="golden", name=f"{key[0]} {row.role} {row.path}"))
         else:
@@ -267,9 +281,13 @@ def _same_values(a: Statistics | None, b: Statistics | None) -> bool:
 def _from_tensors(golden: TensorRow, target: TensorRow) -> Difference:
     first, second = golden.tensor(), target.tensor()
     if first.size != second.size:
-        return Difference(math.inf, detail="tensor", problem=f"shape {list(second.shape)}, golden has {list(first.shape)}")
+        return Difference(
+            math.inf, detail="tensor", problem=f"shape {list(second.shape)}, golden has {list(first.shape)}"
+        )
     if first.shape != golden.shape and first.size != math.prod(golden.shape):
-        return Difference(math.inf, detail="tensor", problem=f"golden's file holds {list(first.shape)} for {list(golden.shape)}")
+        return Difference(
+            math.inf, detail="tensor", problem=f"golden's file holds {list(first.shape)} for {list(golden.shape)}"
+        )
     return from_tensors(first.reshape(-1), second.reshape(-1))
 
 
@@ -304,7 +322,7 @@ def _samples(rows: Sequence[TensorRow]) -> int:
 
 
 def _joined(calls: _Group) -> list[TensorRow] | None:
-    """The calls of one module as one: micro batches joined along their leading dimension; None where they do not fit."""
+    """The calls of one module as one, joined along their leading dimension; None where they do not fit."""
     groups: dict[tuple[str, str], list[TensorRow]] = {}
     for _, rows in sorted(calls.items()):
         for row in rows:

@@ -47,7 +47,11 @@ def stage_lines(stage: StageComparison, shown: int) -> Iterator[str]:
         finding = stage.localisation.first(direction)
         if finding is not None:
             yield from finding_lines(finding, direction)
-    others = [f for f in stage.localisation.introduced if f not in (stage.localisation.first("forward"), stage.localisation.first("backward"))]
+    others = [
+        f
+        for f in stage.localisation.introduced
+        if f not in (stage.localisation.first("forward"), stage.localisation.first("backward"))
+    ]
     for finding in others[:shown]:
         yield f"  also introduced  {finding.module or '(root)'}: {finding.quantity}, {_size(finding)}"
     if len(others) > shown:
@@ -82,5 +86,7 @@ def headline(comparison: CaptureComparison) -> str:
     """One line."""
     bad = sum(not stage.aligned for stage in comparison.stages)
     if bad or comparison.missing:
-        return f"MISALIGNED: {bad} of {len(comparison.stages)} stages" + (f", {len(comparison.missing)} missing" if comparison.missing else "")
+        return f"MISALIGNED: {bad} of {len(comparison.stages)} stages" + (
+            f", {len(comparison.missing)} missing" if comparison.missing else ""
+        )
     return f"ALIGNED: {len(comparison.stages)} stages, {sum(stage.pairs for stage in comparison.stages)} tensors"

@@ -1,4 +1,4 @@
-"""The detection protocol: the culprit is named first, and benign pairs raise no alarm. See ``benchmarks/detection.py``."""
+"""The detection protocol: culprits are named first, and benign pairs raise no alarm (``benchmarks/detection.py``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import detection
 import detection_protocol as protocol
 
 MISSED = {"ideal": 0, "realistic": 1}
-"""Bars of the peer measurement: 22 of 22 faults in the ideal setting, 22 of 23 in the realistic one, no benign alarm."""
+"""Bars of the peer measurement: 22 of 22 faults ideal, 22 of 23 realistic, no benign alarm."""
 
 QUICK = (
     "softmax scale x sqrt(192/128)", "rope theta 1e4 to 1e6", "stale weight 1e-03 (one layer)",

@@ -1,4 +1,4 @@
-"""Faults of public stacks, each recreated in one module of a small model: that module is named first. Benign ones are not.
+"""Faults of public stacks, each recreated in one module of a small model, are named there; benign ones are not flagged.
 
 The mechanisms are those of defects that were found in training and inference stacks; each acts in a forward or backward
 pass of one module, in one layer, so there is one right answer.
@@ -11,7 +11,6 @@ import math
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from alignment.capture.config import CaptureConfig
@@ -21,7 +20,6 @@ from alignment.diagnose.capture_comparison import compare_captures
 from alignment.models import attention, mla, moe
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import ModelConfig
-from alignment.models.rope import rotate_interleaved
 from alignment.numerics.perturbation import one_ulp
 from alignment.numerics.random import portable_integers, portable_normal
 
@@ -32,7 +30,12 @@ CONFIG = ModelConfig(
     rope_theta=50000.0,
 )  # fmt: skip
 BATCH, LENGTH = 2, 24
-ATTENTION, DENSE, EXPERTS, GATE = "model.layers.1.self_attn", "model.layers.0.mlp", "model.layers.1.mlp", "model.layers.1.mlp.gate"
+ATTENTION, DENSE, EXPERTS, GATE = (
+    "model.layers.1.self_attn",
+    "model.layers.0.mlp",
+    "model.layers.1.mlp",
+    "model.layers.1.mlp.gate",
+)
 
 
 def make_model(dtype=torch.float32) -> CausalLM:
@@ -51,7 +54,9 @@ IDS = portable_integers(0, CONFIG.vocab_size, (BATCH, LENGTH), seed=3, stream="i
 WEIGHT = portable_normal((BATCH, LENGTH, CONFIG.vocab_size), seed=4, stream="loss", dtype=torch.float32)
 
 
-def captured(directory, change=None, *, dtype=torch.float32, loss=lambda logits: (logits * WEIGHT).sum(), **options) -> OwnCapture:
+def captured(
+    directory, change=None, *, dtype=torch.float32, loss=lambda logits: (logits * WEIGHT).sum(), **options
+) -> OwnCapture:
     model = make_model(dtype)
     context = change(model) if change is not None else None
     with context or contextlib.nullcontext():
@@ -65,7 +70,7 @@ def golden(tmp_path_factory):
     return captured(tmp_path_factory.mktemp("golden"))
 
 
-# --- ways to be wrong --------------------------------------------------------------------------------------------------
+# --- ways to be wrong -----------------------------------------------------------------------------------------------
 
 
 def forward(path, wrap):
@@ -249,12 +254,22 @@ FAULTS = {
         ATTENTION,
     ),
     "causal mask dropped": (attend(mask=leaky), ATTENTION),
-    "mask shifted by one key": (attend(mask=lambda m: m.roll(1, -1) & m | torch.eye(LENGTH, dtype=torch.bool)), ATTENTION),
+    "mask shifted by one key": (
+        attend(mask=lambda m: m.roll(1, -1) & m | torch.eye(LENGTH, dtype=torch.bool)),
+        ATTENTION,
+    ),
     "uniform attention": (attend(query=torch.zeros_like), ATTENTION),
     "heads of keys permuted": (attend(key=lambda k: k.roll(1, 1)), ATTENTION),
-    "stale kv slots": (attend(value=lambda v: torch.cat([v[:, :, :1].expand(-1, -1, 4, -1), v[:, :, 4:]], 2)), ATTENTION),
+    "stale kv slots": (
+        attend(value=lambda v: torch.cat([v[:, :, :1].expand(-1, -1, 4, -1), v[:, :, 4:]], 2)),
+        ATTENTION,
+    ),
     "positions collide in low precision": (
-        rotary(lambda right: lambda x, cos, sin: right(x, cos.roll(1, 1), sin.roll(1, 1)) if x.shape[1] == 1 else right(x, cos, sin)),
+        rotary(
+            lambda right: (
+                lambda x, cos, sin: right(x, cos.roll(1, 1), sin.roll(1, 1)) if x.shape[1] == 1 else right(x, cos, sin)
+            )
+        ),
         ATTENTION,
     ),
     "router bias leaks into the weights": (router(biased_weights), GATE),
@@ -278,7 +293,9 @@ FAULTS = {
         DENSE,
     ),
     "swiglu of another family": (
-        forward(DENSE, lambda m, run: lambda x: m.down_proj(F.silu(1.702 * m.gate_proj(x)) / 1.702 * (m.up_proj(x) + 1))),
+        forward(
+            DENSE, lambda m, run: lambda x: m.down_proj(F.silu(1.702 * m.gate_proj(x)) / 1.702 * (m.up_proj(x) + 1))
+        ),
         DENSE,
     ),
     "residual stream rounded": (residual, "model.layers.1"),
@@ -292,18 +309,34 @@ FAULTS = {
     ),
     "uninitialised padding": (output("model.layers.1.self_attn.o_proj", poison), "model.layers.1.self_attn.o_proj"),
     "logits in bfloat16": (output("lm_head", lambda y: y.bfloat16().float()), "lm_head"),
-    "stale transposed weight": (weight("model.layers.1.self_attn.o_proj.weight", lambda w: w + 1e-3 * w.roll(1, 0)), "model.layers.1.self_attn.o_proj"),
-    "regrouped heads": (weight("model.layers.0.self_attn.q_b_proj.weight", lambda w: w.view(4, 24, -1).roll(1, 0).reshape_as(w)), "model.layers.0.self_attn.q_b_proj"),
-    "packed by storage": (weight("model.layers.2.mlp.experts.3.gate_proj.weight", lambda w: w.T.reshape(w.shape)), "model.layers.2.mlp.experts.3.gate_proj"),
+    "stale transposed weight": (
+        weight("model.layers.1.self_attn.o_proj.weight", lambda w: w + 1e-3 * w.roll(1, 0)),
+        "model.layers.1.self_attn.o_proj",
+    ),
+    "regrouped heads": (
+        weight("model.layers.0.self_attn.q_b_proj.weight", lambda w: w.view(4, 24, -1).roll(1, 0).reshape_as(w)),
+        "model.layers.0.self_attn.q_b_proj",
+    ),
+    "packed by storage": (
+        weight("model.layers.2.mlp.experts.3.gate_proj.weight", lambda w: w.T.reshape(w.shape)),
+        "model.layers.2.mlp.experts.3.gate_proj",
+    ),
     "quantised gate": (weight(GATE + ".weight", lambda w: w.to(torch.float8_e4m3fn).float()), GATE),
     "tied head not updated": (weight("lm_head.weight", lambda w: 0.999 * w), "lm_head"),
-    "lost shard": (weight("model.layers.0.mlp.down_proj.weight", lambda w: torch.cat([w[:-2], torch.zeros(2, w.shape[1])])), "model.layers.0.mlp.down_proj"),
+    "lost shard": (
+        weight("model.layers.0.mlp.down_proj.weight", lambda w: torch.cat([w[:-2], torch.zeros(2, w.shape[1])])),
+        "model.layers.0.mlp.down_proj",
+    ),
 }
 BACKWARD = {
     "weight gradient added twice": (doubled_weight_gradient, "model.layers.2.self_attn.o_proj"),
-    "gathered gradient summed over replicas": (gradient("model.layers.1.self_attn.kv_b_proj", lambda g: 2 * g), "model.layers.1.self_attn.kv_b_proj"),
+    "gathered gradient summed over replicas": (
+        gradient("model.layers.1.self_attn.kv_b_proj", lambda g: 2 * g), "model.layers.1.self_attn.kv_b_proj",
+    ),
     "input gradient lost": (gradient("lm_head", torch.zeros_like), "lm_head"),
-    "average truncates": (gradient("model.layers.1.mlp.shared_experts.up_proj", torch.trunc), "model.layers.1.mlp.shared_experts.up_proj"),
+    "average truncates": (
+        gradient("model.layers.1.mlp.shared_experts.up_proj", torch.trunc), "model.layers.1.mlp.shared_experts.up_proj",
+    ),
 }  # fmt: skip
 
 
@@ -334,7 +367,7 @@ def test_a_fault_of_the_loss_is_the_loss(golden, tmp_path, factor):
     assert stage.first.module == "loss"
 
 
-# --- what is no fault --------------------------------------------------------------------------------------------------
+# --- what is no fault -----------------------------------------------------------------------------------------------
 
 
 def split_product(path, parts=8):
@@ -366,8 +399,14 @@ def shuffled(right):
     return select
 
 
-def rounded_input(dtype):
-    return lambda module, original: lambda x: (x.to(dtype).float() @ module.weight.to(dtype).float().T).to(x.dtype)
+def other_order(model):
+    layer = model.get_submodule("model.layers.1")
+
+    def run(hidden, context):
+        hidden = layer.self_attn(layer.input_layernorm(hidden), context) + hidden
+        return layer.mlp(layer.post_attention_layernorm(hidden)) + hidden
+
+    layer.forward = run
 
 
 BENIGN = {
@@ -375,20 +414,21 @@ BENIGN = {
     "partial sums of a row-parallel layer": (split_product("model.layers.1.self_attn.o_proj"), {}),
     "partial sums everywhere": (every(*(split_product(f"model.layers.{i}.self_attn.o_proj", 4) for i in range(3))), {}),
     "positions shifted": (None, {"position_ids": torch.arange(LENGTH)[None].expand(BATCH, -1) + 7}),
-    "one ulp in the activations": (output("model.layers.0.mlp.up_proj", lambda y: y + 0 * y + (one_ulp(y.detach(), seed=5) - y.detach())), {}),
+    "one ulp in the activations": (
+        output("model.layers.0.mlp.up_proj", lambda y: y + (one_ulp(y.detach(), seed=5) - y.detach())), {},
+    ),
     "choices listed in another order": (router(shuffled), {}),
     "attention by another formula": (
         inside(ATTENTION, attention, "scaled_dot_product", lambda right: lambda query, key, value, *, scale, mask:
             F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)),
         {},
     ),
-    "sums in float64": (forward("model.layers.1.self_attn.o_proj", lambda m, run: lambda x: (x.double() @ m.weight.double().T).float()), {}),
-    "loss is logged times eight": (None, {"loss": lambda logits: ((logits * WEIGHT).sum() * 8) / 8}),
-    "residual added the other way round": (
-        lambda model: setattr(model.model.layers[1], "forward", (lambda layer: lambda hidden, context: (lambda h: layer.mlp(layer.post_attention_layernorm(h)) + h)(
-            layer.self_attn(layer.input_layernorm(hidden), context) + hidden))(model.model.layers[1])),
+    "sums in float64": (
+        forward("model.layers.1.self_attn.o_proj", lambda m, run: lambda x: (x.double() @ m.weight.double().T).float()),
         {},
     ),
+    "loss is logged times eight": (None, {"loss": lambda logits: ((logits * WEIGHT).sum() * 8) / 8}),
+    "residual added the other way round": (other_order, {}),
 }  # fmt: skip
 
 

@@ -75,7 +75,9 @@ class Recorder:
     def __init__(self, detail: str = "sketch") -> None:
         self.detail, self.rows, self.order = detail, [], 0
 
-    def call(self, module: str, inputs: np.ndarray, output: np.ndarray, *, call: int = 0, class_name: str = "Layer") -> None:
+    def call(
+        self, module: str, inputs: np.ndarray, output: np.ndarray, *, call: int = 0, class_name: str = "Layer"
+    ) -> None:
         """A call of ``module`` that has ended."""
         self.order += 1
         common = {"order": self.order, "call": call, "detail": self.detail, "class_name": class_name}

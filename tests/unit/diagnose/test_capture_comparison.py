@@ -178,7 +178,13 @@ def test_random_against_golden_fails(detail):
     generator = np.random.Generator(np.random.Philox(9))
     target = [
         row(
-            r.module, generator.standard_normal(r.shape), role=r.role, path=r.path, kind=r.kind, order=r.order, detail=detail
+            r.module,
+            generator.standard_normal(r.shape),
+            role=r.role,
+            path=r.path,
+            kind=r.kind,
+            order=r.order,
+            detail=detail,
         )
         for r in golden
     ]
@@ -353,7 +359,10 @@ def test_other_storage_dtypes_allow_their_rounding_and_no_more():
 
 def test_another_implementation_is_paired_by_its_names():
     golden = chain(name="model.layers.{}.self_attn.o_proj")
-    target = renamed(golden, lambda n: n.replace("model.layers", "decoder.layers").replace("self_attn.o_proj", "self_attention.linear_proj"))
+    target = renamed(
+        golden,
+        lambda n: n.replace("model.layers", "decoder.layers").replace("self_attn.o_proj", "self_attention.linear_proj"),
+    )
     assert compare(golden, target).first is None
 
 

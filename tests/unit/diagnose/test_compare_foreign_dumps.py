@@ -81,7 +81,11 @@ def test_a_replaced_class_stays_paired(tmp_path, run):
 @pytest.mark.parametrize("side", ("golden", "target"))
 def test_a_call_that_one_side_lacks_fails_and_is_named(tmp_path, run, side):
     less = {name: value for name, value in CALLS.items() if ".act." not in name}
-    both = (dump(tmp_path / "a"), dump(tmp_path / "b", less)) if side == "golden" else (dump(tmp_path / "a", less), dump(tmp_path / "b"))
+    both = (
+        (dump(tmp_path / "a"), dump(tmp_path / "b", less))
+        if side == "golden"
+        else (dump(tmp_path / "a", less), dump(tmp_path / "b"))
+    )
     code, text = run(*both)
     assert (code, f"module model.layers.0.act only in {side}" in text) == (1, True)
 

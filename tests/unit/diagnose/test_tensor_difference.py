@@ -38,7 +38,9 @@ def test_tensors_are_measured_exactly_across_chunks(size):
     slack = math.sqrt(min(size, CHUNK)) * 2.0**-24
     assert abs(found.relative - relative) <= slack * relative
     assert abs(found.gain - gain) <= slack * relative
-    assert found.worst == pytest.approx(np.abs(target - golden).max() / np.sqrt((golden.astype(np.float64) ** 2).mean()), rel=slack * 10)
+    assert found.worst == pytest.approx(
+        np.abs(target - golden).max() / np.sqrt((golden.astype(np.float64) ** 2).mean()), rel=slack * 10
+    )
 
 
 @pytest.mark.parametrize("scale", (1e-1, 1e-3, 1e-5))
@@ -105,6 +107,8 @@ def test_the_rounding_of_two_sides_is_what_is_measured(dtype):
     x = torch.exp(portable_normal((count,), seed=3, stream="x"))
     one_side = float(((x.to(dtype).double() - x) / x).square().mean().sqrt())
     # the squares have a standard deviation of about their mean, so their mean is known to 1/√count
-    assert one_side == pytest.approx(rounding(str(dtype).removeprefix("torch.")) / math.sqrt(2), rel=4 / math.sqrt(count))
+    assert one_side == pytest.approx(
+        rounding(str(dtype).removeprefix("torch.")) / math.sqrt(2), rel=4 / math.sqrt(count)
+    )
     assert coarser("float32", "bfloat16") == coarser("bfloat16", "float32") == "bfloat16"
     assert rounding("int64") == 0.0
