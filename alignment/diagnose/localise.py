@@ -223,7 +223,8 @@ class _Judge:
         """Indices: equal sources choose alike; else choices move where their margin is below the sources' error."""
         if difference.relative == 0.0:
             return False
-        limit = self.noise.choices(edge)
+        # token ids and masks of the pipeline are handed on, not chosen by a margin
+        limit = 0.0 if edge.kind == "value" else self.noise.choices(edge)
         if difference.relative <= limit:
             return edge.tainted
         status = "inherited" if edge.tainted else "introduced"

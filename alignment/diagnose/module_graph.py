@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from alignment.diagnose.difference import Difference
+from alignment.diagnose.difference import Difference, rounding
 
 LOSS = "loss"
 """The name of what is between the outputs of the model and the first gradient."""
@@ -269,20 +269,21 @@ class _Walk:
         self.unordered: set[str] = set()
         self.listed: set[tuple[str, str]] = set()
         self.flipped = False
+        self.outputs: list[Pair] = []
         self.done: set[int] = set()
 
     def run(self) -> None:
         graph = self.graph
         run_scope = Scope()
-        for pair in graph.values:
-            self._visit("value", "", ("value", pair.name), pair, run_scope)
         for node in graph.forward:
             self._forward(node, run_scope, "", "")
             for pair in node.outputs:
                 run_scope.add(pair, self.flag[id(pair)])
                 self.last_forward.add(pair, self.flag[id(pair)])
+                self.outputs.append(pair)
         for owner in [*graph.parameters, *graph.attributes]:
             self._held(owner, Scope())
+        self._values()
         start = Scope()
         for node in graph.backward:
             self._backward(node, start, "", "")
@@ -310,6 +311,15 @@ class _Walk:
         )
         self.flag[id(pair)] = self.judge(edge)
         self.flipped |= pair.discrete and pair.kind == "module" and pair.difference.relative > 0.0
+
+    def _values(self) -> None:
+        """Fields of the pipeline: as exact as the model's dtype and its outputs allow, and sources of the loss."""
+        scope = Scope()
+        scope.join(self.last_forward)
+        scope.error = max([scope.error, *(rounding(pair.dtype) for pair in self.outputs)])
+        for pair in self.graph.values:
+            self._visit("value", pair.name, (pair.name,), pair, scope)
+            self.last_forward.add(pair, self.flag[id(pair)])
 
     def _held(self, owner: str, scope: Scope) -> None:
         """Parameters and attributes of a module, once, before its first call."""

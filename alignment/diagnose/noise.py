@@ -47,6 +47,9 @@ SUMS = 2.0**-20
 """What float32 sums over many elements, in another order on the other side, leave of the statistics of equal
 tensors."""
 
+TAIL = 0.3
+"""Deviation over the farthest sample at least: a limit of five deviations then lies half as far again, whatever the tail."""
+
 _COPIED = ("parameter", "attribute", "input", "copy")
 
 
@@ -276,7 +279,7 @@ def _fit(rows: list[tuple[float, ...]], column: int) -> _Fit:
     fitted = int((coefficients != 0.0).sum())
     rest = y - x @ coefficients
     freedom = max(1, n - fitted)
-    deviation = math.sqrt(float(rest @ rest) / freedom)
+    deviation = max(math.sqrt(float(rest @ rest) / freedom), TAIL * float(np.abs(rest).max()))
     return _Fit(coefficients, max(deviation, RESOLUTION), freedom)
 
 

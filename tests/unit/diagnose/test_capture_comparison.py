@@ -373,3 +373,18 @@ def test_the_verdict_carries_place_measure_and_next_command():
     assert str(verdict.where).startswith("train · model.layers.1.linear · out output")
     assert verdict.worst.used > 1.0
     assert "capture.detail=tensor" in verdict.next_command
+
+
+def test_fields_of_the_pipeline_are_compared_by_name():
+    def side(log_prob, ids):
+        common = {"kind": "value", "parent": "", "class_name": "", "detail": "tensor"}
+        fields = [row("old_log_probs", log_prob, order=90, path="value", **common)]
+        return [*chain(), *fields, row("responses", ids, order=91, path="value", dtype="int64", **common)]
+
+    log_prob = np.linspace(-3.0, -0.1, 64)
+    ids = np.arange(64)
+    assert compare(side(log_prob, ids), side(log_prob * (1 + NOISE), ids)).first is None
+    wrong = compare(side(log_prob, ids), side(log_prob / 0.7, ids)).stages[0].first
+    assert (wrong.module, wrong.quantity) == ("old_log_probs", "value old_log_probs")
+    wrong = compare(side(log_prob, ids), side(log_prob, ids + (ids == 5))).stages[0].first
+    assert (wrong.module, wrong.reason) == ("responses", "choices")
