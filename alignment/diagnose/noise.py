@@ -48,7 +48,7 @@ SUMS = 2.0**-20
 tensors."""
 
 TAIL = 0.3
-"""Deviation over the farthest sample at least: a limit of five deviations then lies half as far again, whatever the tail."""
+"""Least deviation, in farthest samples: a limit of five deviations then lies half as far again, whatever the tail."""
 
 _COPIED = ("parameter", "attribute", "input", "copy")
 
