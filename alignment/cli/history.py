@@ -26,16 +26,16 @@ def add(
     history: FileOption = FILE,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a night in and say what to do about it: page (exit 1), warn or ignore (exit 0)."""
+    """Take a night in and say what to do about that night: page (exit 1), warn or ignore (exit 0)."""
     from alignment.report.history import History
 
     nights = History(history)
     night = nights.add(run)
-    call = nights.call()
+    call = nights.call(run=night.run)
     if as_json:
-        print(json.dumps({"night": asdict(night), **asdict(call)}, indent=1))
+        print(json.dumps({"night": {**asdict(night), "name": night.name}, **asdict(call)}, indent=1))
     else:
-        print(f"{call.action.upper()}  {night.run}  {night.day}  {night.outcome}  {night.chip}  {night.commit[:12]}")
+        print(f"{call.action.upper()}  {night.name}  {night.day}  {night.outcome}  {night.chip}  {night.commit[:12]}")
         for title, checks in (("new", call.new), ("known", call.known), ("in quarantine", call.quarantined)):
             for check in checks:
                 print(f"  {title}: {check}")
@@ -51,11 +51,11 @@ def list_nights(history: FileOption = FILE, as_json: JsonOption = False) -> None
 
     nights = _existing(history, History).nights()
     if as_json:
-        print(json.dumps([{**asdict(n), "counts": n.counts} for n in nights], indent=1))
+        print(json.dumps([{**asdict(n), "name": n.name, "counts": n.counts} for n in nights], indent=1))
         return
     _table(
         ("day", "run", "verdict", "counts", "chip", "commit", "said"),
-        [(n.day, n.run, n.outcome, "yes" if n.counts else "no", n.chip, n.commit[:12], n.reason) for n in nights],
+        [(n.day, n.name, n.outcome, "yes" if n.counts else "no", n.chip, n.commit[:12], n.reason) for n in nights],
     )
 
 
@@ -66,11 +66,11 @@ def show(check: str, subject: Optional[str] = None, history: FileOption = FILE, 
 
     series = _existing(history, History).series(check, subject=subject)
     if as_json:
-        print(json.dumps([{"run": n.run, "day": n.day, "outcome": o, "used": u} for n, o, u in series], indent=1))
+        print(json.dumps([{"run": n.run, "name": n.name, "day": n.day, "outcome": o, "used": u} for n, o, u in series], indent=1))
         return
     _table(
         ("day", "run", "verdict", "budget used"),
-        [(n.day, n.run, o, "" if u is None else f"{u:.0%}") for n, o, u in series],
+        [(n.day, n.name, o, "" if u is None else f"{u:.0%}") for n, o, u in series],
     )
 
 
@@ -108,8 +108,9 @@ def decide(
     """A person's word on a night: it counts, or it does not."""
     from alignment.report.history import History
 
-    _existing(history, History).decide(run, accepted=accept, reason=reason)
-    print(f"{run}: {'accepted' if accept else 'rejected'}")
+    nights = _existing(history, History)
+    nights.decide(run, accepted=accept, reason=reason)
+    print(f"{nights.find(run).name}: {'accepted' if accept else 'rejected'}")
 
 
 @history_app.command("quarantine")

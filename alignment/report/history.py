@@ -12,6 +12,7 @@ green.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import sqlite3
@@ -24,13 +25,14 @@ from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.numerics.curves import ALPHA, CUSUM_ALARM, CUSUM_HISTORY, cusum
 from alignment.numerics.verdict import Outcome, Verdict
-from alignment.report.run_directory import PROVENANCE, STACK, read_verdicts
+from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
 
 SCHEMA = 1
 WINDOW = 30
 """Accepted nights over which the false alarms of a check are counted."""
 
 _RED = (Outcome.FAIL, Outcome.ERROR)
+_ALARMS = {o.value for o in (Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE)}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS about (schema INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS nights (
@@ -47,7 +49,11 @@ CREATE TABLE IF NOT EXISTS quarantine (
 
 @dataclass(frozen=True, kw_only=True)
 class Night:
-    """One night: ``accepted`` is what a person said, None where nobody did."""
+    """One night: ``accepted`` is what a person said, None where nobody did.
+
+    ``run`` tells nights apart: the directory's name, the day and a digest of what the run said, since two workspaces may
+    give their runs the same name. ``name`` is the directory's alone.
+    """
 
     run: str
     day: str
@@ -59,6 +65,11 @@ class Night:
     reason: str = ""
 
     @property
+    def name(self) -> str:
+        """The directory of the run."""
+        return self.run.rpartition("@")[0] or self.run
+
+    @property
     def counts(self) -> bool:
         """Whether drift is measured against it."""
         return self.outcome == Outcome.PASS.value if self.accepted is None else self.accepted
@@ -66,7 +77,11 @@ class Night:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """How often a check was red in accepted nights (each time a false alarm), beside the rate it is made for."""
+    """In how many accepted nights a check was red (each a false alarm), beside the rate it is made for.
+
+    A night is one alarm however many subjects of the check failed in it; an error and an inconclusive verdict are alarms
+    too, since somebody looks into them.
+    """
 
     check: str
     nights: int
@@ -92,7 +107,10 @@ class Concern:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What to do about a night (``page`` somebody, ``warn`` or ``ignore``) and why; known findings apart from new ones."""
+    """What to do about a night (``page`` somebody, ``warn`` or ``ignore``) and why; known findings apart from new ones.
+
+    A finding is a check with its subject and device: ``unit/rope [torch on npu]``.
+    """
 
     action: str
     new: tuple[str, ...]
@@ -138,7 +156,7 @@ class History:
             connection.close()
 
     def add(self, run: Path, *, day: date | None = None) -> Night:
-        """Takes in a finished run of ``alignment run``; a run that is there already is replaced.
+        """Takes in a finished run of ``alignment run``; of a run that is there already a person's decision is kept.
 
         Raises:
             InputError: the directory holds no verdicts, or no provenance.
@@ -152,9 +170,10 @@ class History:
             raise InputError(
                 "the run does not say what made it", where=run / PROVENANCE, expected="commit and fingerprint"
             )
+        day_name = str(day or str(about.get("date", ""))[:10] or date.today())
         night = Night(
-            run=run.name,
-            day=str(day or str(about.get("date", ""))[:10] or date.today()),
+            run=f"{run.name}@{day_name}-{_digest(run)}",
+            day=day_name,
             commit=str(about["commit"]),
             chip=str((about.get("fingerprint") or {}).get("chip", "")),
             stack=_stack(run, about),
@@ -162,16 +181,18 @@ class History:
             accepted=None,
         )
         with self._open() as connection:
-            connection.execute("DELETE FROM nights WHERE run = ?", (night.run,))
             connection.execute(
-                'INSERT INTO nights (run, day, "commit", chip, stack, outcome, accepted) VALUES (?,?,?,?,?,?,NULL)',
+                'INSERT INTO nights (run, day, "commit", chip, stack, outcome, accepted) VALUES (?,?,?,?,?,?,NULL) '
+                'ON CONFLICT (run) DO UPDATE SET "commit" = excluded."commit", chip = excluded.chip, '
+                "stack = excluded.stack, outcome = excluded.outcome",
                 (night.run, night.day, night.commit, night.chip, night.stack, night.outcome),
             )
+            connection.execute("DELETE FROM verdicts WHERE run = ?", (night.run,))
             connection.executemany(
                 "INSERT OR REPLACE INTO verdicts VALUES (?,?,?,?,?,?,?)",
                 [(night.run, v.check, v.subject, v.device, v.outcome.value, *_used(v)) for v in verdicts],
             )
-        return night
+        return next(kept for kept in self.nights() if kept.run == night.run)
 
     def nights(self) -> list[Night]:
         """All of them, oldest first."""
@@ -184,20 +205,35 @@ class History:
             Night(**{**dict(zip(names, row)), "accepted": None if row[6] is None else bool(row[6])}) for row in rows
         ]
 
-    def decide(self, run: str, *, accepted: bool, reason: str) -> None:
-        """A person's word on a night.
+    def find(self, run: str) -> Night:
+        """The night of ``run``, by what tells it apart or by its name where no other night has that name.
 
         Raises:
-            InputError: no such night, or no reason.
+            InputError: no such night, or several.
+        """
+        nights = self.nights()
+        found = [n for n in nights if n.run == run] or [n for n in nights if n.name == run]
+        if not found:
+            raise InputError("there is no such night", where=run, next_step="alignment history list")
+        if len(found) > 1:
+            raise InputError(
+                "several nights have this name", where=run, expected="one of " + ", ".join(n.run for n in found)
+            )
+        return found[0]
+
+    def decide(self, run: str, *, accepted: bool, reason: str) -> None:
+        """A person's word on a night; ``run`` as in :meth:`find`.
+
+        Raises:
+            InputError: no such night, several, or no reason.
         """
         if not reason.strip():
             raise InputError("a decision has a reason", where="--reason", expected="why")
+        key = self.find(run).run
         with self._open() as connection:
-            changed = connection.execute(
-                "UPDATE nights SET accepted = ?, reason = ? WHERE run = ?", (int(accepted), reason, run)
-            ).rowcount
-        if not changed:
-            raise InputError("there is no such night", where=run, next_step="alignment history list")
+            connection.execute(
+                "UPDATE nights SET accepted = ?, reason = ? WHERE run = ?", (int(accepted), reason, key)
+            )
 
     def quarantine(self, check: str, *, until: date, reason: str, today: date | None = None) -> None:
         """Takes a check out of the night's call until a day: it still runs and is still shown.
@@ -246,74 +282,88 @@ class History:
 
     def rates(self) -> list[Rate]:
         """Every check's alarms over the last 30 accepted nights."""
-        counted = [night.run for night in self.nights() if night.counts][-WINDOW:]
+        counted = {night.run for night in [night for night in self.nights() if night.counts][-WINDOW:]}
         with self._open() as connection:
             rows = connection.execute('SELECT run, "check", outcome FROM verdicts').fetchall()
-        held: dict[str, list[str]] = {}
+        held: dict[str, dict[str, bool]] = {}
         for run, check, outcome in rows:
             if run in counted and outcome != Outcome.UNAVAILABLE.value:
-                held.setdefault(check, []).append(outcome)
+                of_check = held.setdefault(check, {})
+                of_check[run] = of_check.get(run, False) or outcome in _ALARMS
         return [
             Rate(
                 check=check,
-                nights=len(outcomes),
-                alarms=sum(o in (Outcome.FAIL.value, Outcome.INCONCLUSIVE.value) for o in outcomes),
+                nights=len(alarms),
+                alarms=sum(alarms.values()),
                 design=ALPHA if check.startswith("e2e/curve") else None,
             )
-            for check, outcomes in sorted(held.items())
+            for check, alarms in sorted(held.items())
         ]
 
-    def concerns(self) -> list[Concern]:
-        """What the last night shows beside the ones before: drift, flakiness, checks that stopped running."""
+    def _until(self, run: str | None) -> list[Night]:
+        """The nights up to ``run`` (the last one by default), oldest first."""
         nights = self.nights()
+        if run is None or not nights:
+            return nights
+        key = self.find(run).run
+        return nights[: 1 + next(place for place, night in enumerate(nights) if night.run == key)]
+
+    def concerns(self, *, run: str | None = None) -> list[Concern]:
+        """What a night (the last by default) shows beside the ones before it on the same chip: drift, flakiness, checks
+        that stopped running."""
+        nights = self._until(run)
         if not nights:
             return []
         last = nights[-1]
+        nights = [night for night in nights if night.chip == last.chip]
         found = []
         with self._open() as connection:
             rows = connection.execute('SELECT run, "check", subject, device, outcome, used FROM verdicts').fetchall()
         by_key: dict[tuple, dict[str, tuple[str, float | None]]] = {}
-        for run, check, subject, device, outcome, used in rows:
-            by_key.setdefault((check, subject, device), {})[run] = (outcome, used)
-        before = [night for night in nights[:-1] if night.counts]
-        for (check, subject, device), told in sorted(by_key.items()):
-            name = f"{check} [{subject} on {device}]"
+        for of_run, check, subject, device, outcome, used in rows:
+            by_key.setdefault((check, subject, device), {})[of_run] = (outcome, used)
+        for key, told in sorted(by_key.items()):
+            name = _name(*key)
             if last.run not in told:
                 # Only what the night before could say on the same chip can be missing.
-                if len(nights) > 1 and nights[-2].run in told and nights[-2].chip == last.chip:
+                if len(nights) > 1 and nights[-2].run in told:
                     found.append(Concern(kind="missing", check=name, detail="ran the night before and not this night"))
                 continue
             found += _flaky(name, told, nights)
-            found += _drift(name, told, before, [n for n in nights if n.run in told])
+            found += _drift(name, told, nights)
         return found
 
-    def call(self, *, today: date | None = None) -> Call:
-        """What to do about the last night.
+    def call(self, *, run: str | None = None, today: date | None = None) -> Call:
+        """What to do about a night, the last by default; what was red in the night before on the same chip is known.
 
         Raises:
             InputError: there is no night.
         """
-        nights = self.nights()
+        nights = self._until(run)
         if not nights:
             raise InputError("there is no night to judge", where=self.path, next_step="alignment history add RUN")
         last = nights[-1]
+        before = [night.run for night in nights[:-1] if night.chip == last.chip][-1:]
         with self._open() as connection:
-            rows = connection.execute('SELECT run, "check", outcome FROM verdicts').fetchall()
+            rows = connection.execute('SELECT run, "check", subject, device, outcome FROM verdicts').fetchall()
         red = {o.value for o in _RED}
-        tonight = sorted({check for run, check, outcome in rows if run == last.run and outcome in red})
-        yesterday = {
-            check for run, check, outcome in rows if len(nights) > 1 and run == nights[-2].run and outcome in red
-        }
+        tonight = sorted(tuple(key) for of_run, *key, outcome in rows if of_run == last.run and outcome in red)
+        yesterday = {tuple(key) for of_run, *key, outcome in rows if of_run in before and outcome in red}
         kept = self.quarantined(today=today)
-        out = [check for check in tonight if check in kept]
-        new = [check for check in tonight if check not in kept and check not in yesterday]
-        known = [check for check in tonight if check not in kept and check in yesterday]
-        concerns = tuple(c for c in self.concerns() if c.check.partition(" [")[0] not in kept)
+        out = [key for key in tonight if key[0] in kept]
+        new = [key for key in tonight if key[0] not in kept and key not in yesterday]
+        known = [key for key in tonight if key[0] not in kept and key in yesterday]
+        concerns = tuple(c for c in self.concerns(run=last.run) if c.check.partition(" [")[0] not in kept)
         unsure = last.outcome in (Outcome.INCONCLUSIVE.value, Outcome.UNAVAILABLE.value)
         action = "page" if new or last.outcome == Outcome.ERROR.value and not (known or out) else "ignore"
         if action == "ignore" and (known or concerns or unsure):
             action = "warn"
-        return Call(action=action, new=tuple(new), known=tuple(known), quarantined=tuple(out), concerns=concerns)
+        named = [tuple(_name(*key) for key in keys) for keys in (new, known, out)]
+        return Call(action=action, new=named[0], known=named[1], quarantined=named[2], concerns=concerns)
+
+
+def _name(check: str, subject: str, device: str) -> str:
+    return f"{check} [{subject} on {device}]"
 
 
 def _flaky(name: str, told: Mapping[str, tuple[str, float | None]], nights: Sequence[Night]) -> list[Concern]:
@@ -326,7 +376,7 @@ def _flaky(name: str, told: Mapping[str, tuple[str, float | None]], nights: Sequ
     if not others:
         return []
     detail = (
-        f"{told[last.run][0]} tonight, {told[others[-1].run][0]} in {others[-1].run} of the same commit, stack and chip"
+        f"{told[last.run][0]} tonight, {told[others[-1].run][0]} in {others[-1].name} of the same commit, stack and chip"
     )
     return [Concern(kind="flaky", check=name, detail=detail)]
 
@@ -334,25 +384,25 @@ def _flaky(name: str, told: Mapping[str, tuple[str, float | None]], nights: Sequ
 def _drift(
     name: str,
     told: Mapping[str, tuple[str, float | None]],
-    accepted: Sequence[Night],
     nights: Sequence[Night],
 ) -> list[Concern]:
     """A CUSUM of the share of the budget since the accepted nights that calibrate it (Page 1954, Biometrika 41)."""
-    history = [told[n.run][1] for n in accepted if n.run in told and told[n.run][1] is not None]
-    if len(history) < CUSUM_HISTORY:
+    # A night that does not count is none of the drift; the last is judged whatever it said.
+    last = nights[-1]
+    series = [told[n.run][1] for n in nights[:-1] if n.counts and told.get(n.run, ("", None))[1] is not None]
+    if told[last.run][1] is None or len(series) < CUSUM_HISTORY:
         return []
-    calibration = history[: max(CUSUM_HISTORY, len(history) // 2)]
-    used = {n.run for n in [n for n in accepted if n.run in told and told[n.run][1] is not None][: len(calibration)]}
-    since = [told[n.run][1] for n in nights if n.run not in used and told[n.run][1] is not None]
+    calibration = series[: max(CUSUM_HISTORY, len(series) // 2)]
+    since = [*series[len(calibration) :], told[last.run][1]]
     try:
         # More of the budget is worse: the sum grows with falling deficits, so the sign is turned.
         sums = cusum([-v for v in calibration], [-v for v in since])
     except InputError:
         return []  # no spread, or values that are not finite: the check itself says so
-    if not sums or max(sums) < CUSUM_ALARM:
+    if sums[-1] < CUSUM_ALARM:
         return []
     middle, now = sum(calibration) / len(calibration), since[-1]
-    detail = f"budget used rose from {middle:.0%} to {now:.0%}: CUSUM {max(sums):.1f} σ, alarm at {CUSUM_ALARM:g}"
+    detail = f"budget used rose from {middle:.0%} to {now:.0%}: CUSUM {sums[-1]:.1f} σ, alarm at {CUSUM_ALARM:g}"
     return [Concern(kind="drift", check=name, detail=detail)]
 
 
@@ -362,6 +412,11 @@ def _overall(verdicts: Sequence[Verdict]) -> Outcome:
         if outcome in outcomes:
             return outcome
     return Outcome.UNAVAILABLE
+
+
+def _digest(run: Path) -> str:
+    """Eight digits of what the run said and of what made it."""
+    return hashlib.sha256((run / VERDICTS).read_bytes() + (run / PROVENANCE).read_bytes()).hexdigest()[:8]
 
 
 def _used(verdict: Verdict) -> tuple[str, float | None]:

@@ -18,12 +18,13 @@ from alignment.report.run_directory import write_verdicts
 
 CHECKS = ("unit/rope", "unit/router", "e2e/curve.dapo")
 FIRST = date(2026, 1, 1)
+ROPE = "unit/rope [torch on npu]"
 
 
-def verdict(check: str, outcome: Outcome = Outcome.PASS, used: float = 0.4) -> Verdict:
+def verdict(check: str, outcome: Outcome = Outcome.PASS, used: float = 0.4, subject: str = "torch") -> Verdict:
     measures = (Measure(name="relative_l2", value=used, bound=1.0),)
     return Verdict(
-        check=check, layer=check.partition("/")[0], stage="operator", subject="torch", device="npu", outcome=outcome,
+        check=check, layer=check.partition("/")[0], stage="operator", subject=subject, device="npu", outcome=outcome,
         reason="", measures=measures,
     )  # fmt: skip
 
@@ -34,10 +35,13 @@ def nights(tmp_path):
     history = History(tmp_path / "history.sqlite")
     count = iter(range(10_000))
 
-    def add(*, red=(), used=None, commit="c0ffee", checks=CHECKS, chip="910B", outcome=Outcome.FAIL, packages=None):
+    def add(*, red=(), used=None, commit="c0ffee", checks=CHECKS, chip="910B", outcome=Outcome.FAIL, packages=None,
+        more=(),
+    ):  # fmt: skip
         number = next(count)
         run = tmp_path / f"night-{number:03d}"
         told = [verdict(c, outcome if c in red else Outcome.PASS, (used or {}).get(c, 0.4)) for c in checks]
+        told += more
         write_verdicts(run, told)
         day = FIRST + timedelta(days=number)
         about = {"date": f"{day}T02:00", "commit": commit, "fingerprint": {"chip": chip}, "packages": packages or {}}
@@ -53,12 +57,65 @@ def test_a_quiet_night_is_ignored_and_a_new_red_one_pages(nights):
     assert history.call().action == "ignore"
     add(red=("unit/rope",), commit="b")
     call = history.call()
-    assert (call.action, call.new, call.known) == ("page", ("unit/rope",), ())
+    assert (call.action, call.new, call.known) == ("page", (ROPE,), ())
     add(red=("unit/rope",), commit="c")
     call = history.call()
-    assert (call.action, call.new, call.known) == ("warn", (), ("unit/rope",))
+    assert (call.action, call.new, call.known) == ("warn", (), (ROPE,))
     add(red=("unit/rope", "unit/router"), commit="d")
-    assert history.call().new == ("unit/router",)
+    assert history.call().new == ("unit/router [torch on npu]",)
+
+
+def test_another_subject_of_a_known_check_is_new(nights):
+    history, add = nights
+    failing = verdict("unit/rope", Outcome.FAIL, subject="vllm")
+    add(red=("unit/rope",), commit="a")
+    add(commit="b", more=[failing])
+    call = history.call()
+    assert (call.action, call.new, call.known) == ("page", ("unit/rope [vllm on npu]",), ())
+
+
+def test_the_night_before_is_one_of_the_same_chip(nights):
+    history, add = nights
+    add(red=("unit/rope",), commit="a")
+    add(chip="310P", commit="b", checks=CHECKS[1:])
+    add(red=("unit/rope",), commit="c")
+    assert history.call().known == (ROPE,)
+    add(red=("unit/rope",), commit="d", chip="310P")
+    assert history.call().new == (ROPE,)
+    add(checks=CHECKS[1:], commit="e")
+    assert [c.kind for c in history.call().concerns] == ["missing"]
+
+
+def test_a_night_is_judged_by_those_before_it(nights):
+    history, add = nights
+    older = add(red=("unit/rope",), commit="a")
+    add(commit="b")
+    assert history.call().action == "ignore"
+    call = history.call(run=older.run)
+    assert (call.action, call.new) == ("page", (ROPE,))
+
+
+def test_a_run_taken_in_again_keeps_what_a_person_said(nights, tmp_path):
+    history, add = nights
+    night = add(red=("unit/rope",))
+    history.decide(night.name, accepted=True, reason="known defect of the baseline")
+    again = history.add(tmp_path / night.name)
+    assert (again.accepted, again.reason) == (True, "known defect of the baseline")
+    assert history.nights() == [again]
+
+
+def test_runs_of_one_name_are_two_nights(nights, tmp_path):
+    history, add = nights
+    first = add()
+    other = tmp_path / "elsewhere" / first.name
+    write_verdicts(other, [verdict("unit/rope", used=0.7)])
+    write_json(other / "provenance.json", {"date": f"{FIRST}T03:00", "commit": "c", "fingerprint": {"chip": "910B"}})
+    second = history.add(other)
+    assert [n.name for n in history.nights()] == [first.name] * 2 and first.run != second.run
+    with pytest.raises(InputError, match=f"(?s)several nights have this name.*{second.run}"):
+        history.decide(first.name, accepted=True, reason="why")
+    history.decide(second.run, accepted=False, reason="why")
+    assert [n.counts for n in history.nights()] == [True, False]
 
 
 def test_errors_page_and_inconclusive_nights_warn(nights):
@@ -75,7 +132,7 @@ def test_quarantine_keeps_a_check_out_of_the_call_and_ends(nights):
     today = date(2026, 2, 1)
     history.quarantine("unit/rope", until=today + timedelta(days=7), reason="driver bug 12, Wei", today=today)
     call = history.call(today=today)
-    assert (call.action, call.quarantined, call.new) == ("ignore", ("unit/rope",), ())
+    assert (call.action, call.quarantined, call.new) == ("ignore", (ROPE,), ())
     assert history.call(today=today + timedelta(days=8)).action == "page"
     for until, reason in ((today, "why"), (today + timedelta(days=31), "why"), (today + timedelta(days=1), " ")):
         with pytest.raises(InputError, match="a quarantine"):
@@ -129,6 +186,27 @@ def test_a_slow_rise_of_the_budget_is_drift_before_anything_fails(nights):
     assert history.call().action == "warn"
 
 
+def test_a_bad_night_is_no_drift_once_it_is_repaired(nights):
+    history, add = nights
+    for number in range(24):
+        add(used={"unit/rope": small_noise(number), "unit/router": small_noise(number + 3)}, commit=f"c{number}")
+    add(used={"unit/rope": 1.5}, red=("unit/rope",), commit="bad")
+    assert any(c.kind == "drift" and c.check == ROPE for c in history.call().concerns)
+    add(used={"unit/rope": small_noise(1), "unit/router": small_noise(2)}, commit="repaired")
+    assert history.call().concerns == ()
+
+
+def test_drift_that_went_away_alarms_no_longer(nights):
+    history, add = nights
+    for number in range(24):
+        add(used={"unit/rope": small_noise(number)}, commit=f"c{number}")
+    add(used={"unit/rope": 0.5}, commit="high")
+    assert [c.kind for c in history.call().concerns] == ["drift"]
+    for number in range(20):
+        add(used={"unit/rope": 0.38}, commit=f"d{number}")
+    assert history.call().concerns == ()
+
+
 def test_rejected_nights_do_not_calibrate(nights):
     history, add = nights
     for number in range(9):
@@ -154,6 +232,16 @@ def test_false_alarms_are_counted_over_accepted_nights_only(nights):
     assert (rates["e2e/curve.dapo"].nights, rates["e2e/curve.dapo"].alarms) == (30, 3)
     assert rates["e2e/curve.dapo"].design == 0.01 and rates["unit/rope"].design is None
     assert rates["unit/rope"].observed == 0.0
+
+
+def test_a_night_is_one_alarm_however_many_subjects_were_red(nights):
+    history, add = nights
+    red = [verdict("unit/rope", Outcome.ERROR, subject=s) for s in ("vllm", "megatron")]
+    night = add(commit="a", more=red)
+    history.decide(night.run, accepted=True, reason="the next run of it was green")
+    add(commit="b", more=[verdict("unit/rope", subject="vllm")])
+    rate = next(rate for rate in history.rates() if rate.check == "unit/rope")
+    assert (rate.nights, rate.alarms) == (2, 1)
 
 
 def test_a_night_without_provenance_or_verdicts_is_refused(nights, tmp_path):
@@ -190,14 +278,14 @@ def test_other_files_are_refused(tmp_path):
 def test_the_commands(nights, tmp_path):
     history, add = nights
     add(commit="a")
-    run = add(red=("unit/rope",), commit="b").run
+    run = add(red=("unit/rope",), commit="b").name
     file = ["--history", str(history.path)]
 
     def call(*arguments: str):
         return CliRunner().invoke(app, ["history", *arguments, *file])
 
     paged = call("add", str(tmp_path / run))
-    assert paged.exit_code == 1 and paged.output.startswith("PAGE") and "new: unit/rope" in paged.output
+    assert paged.exit_code == 1 and paged.output.startswith(f"PAGE  {run} ") and f"new: {ROPE}" in paged.output
     assert call("list").exit_code == 0 and run in call("list").output
     assert [row["outcome"] for row in json.loads(call("show", "unit/rope", "--json").output)] == ["pass", "fail"]
     assert any(row["check"] == "unit/rope" for row in json.loads(call("rates", "--json").output))
