@@ -261,7 +261,7 @@ class GoldenTrainingEngine:
 
 
 def require_finite(outputs: Outputs, micro_batch: MicroBatch, *, stage: str) -> None:
-    """Refuses outputs [b,r,…] that are not finite where the response counts, naming stage, quantity, sample and token."""
+    """Refuses outputs [b,r,…] (or [n,…] by active token) that are not finite where they count, naming the place."""
     for name, tensor in outputs.items():
         bad = ~torch.isfinite(tensor)
         if bad.ndim > 2:
@@ -269,14 +269,16 @@ def require_finite(outputs: Outputs, micro_batch: MicroBatch, *, stage: str) -> 
         if "response_mask" in micro_batch:
             bad &= micro_batch["response_mask"].bool()
         if bad.any():
-            sample, token = bad.nonzero()[0].tolist()
-            values = tensor[sample, token].reshape(-1)
+            place = bad.nonzero()[0].tolist()
+            values = tensor[tuple(place)].reshape(-1)
             value, count = values[~torch.isfinite(values)][0].item(), int(bad.sum())
+            # What is listed by active token has no sample any more.
+            where = f"sample {place[0]}, response token {place[1]}" if len(place) > 1 else f"active token {place[0]}"
             raise InputError(
                 "the logits are not finite",
                 where=f"{stage} · {name}",
                 expected="finite numbers",
-                found=f"{value} at sample {sample}, response token {token} ({count} in all)",
+                found=f"{value} at {where} ({count} in all)",
                 next_step="compare this stage's layers with the baseline from the embedding on",
             )
 

@@ -5,7 +5,8 @@ The bridge reshards by this package's map of Hugging Face names, the distributed
 ablation.
 
 megatron-core pickles the bookkeeping of these checkpoints (``.metadata``, ``common.pt``), and unpickling a stranger's
-file runs it. So only what :func:`write` has written is read back: it leaves the hashes of those files beside them.
+file runs it. So what :func:`write` did not mark is refused, and so is a marked one whose files changed. The mark tells a
+mix-up; it is no signature, and a folder somebody else handed over is to be written anew from its Hugging Face checkpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _PICKLED = (".metadata", "common.pt")
 _WRITE_AGAIN = "write it with alignment checkpoint to-dist"
 
 
-def write(engine: MegatronTrainingEngine, directory: Path) -> None:
+def write(engine: MegatronTrainingEngine, directory: Path, *, source: str) -> None:
     """The weights of ``engine`` as a distributed checkpoint in ``directory``; called on every rank.
+
+    ``source`` is the hash of the checkpoint they came from: who loads them has to mean the same one.
 
     Raises:
         InputError: the directory exists and is not empty.
@@ -44,7 +47,13 @@ def write(engine: MegatronTrainingEngine, directory: Path) -> None:
         dist_checkpointing.save(_sharded(engine), str(directory))
     engine.groups.barrier()
     if engine.groups.rank == 0:
-        mark = {"megatron_core": engine.version, "config": engine.config.to_hf(), "files": _hashes(directory)}
+        mark = {
+            "megatron_core": engine.version,
+            "source": source,
+            "config": engine.config.to_hf(),
+            "files": _hashes(directory),
+            "sizes": _sizes(directory),
+        }
         write_json(directory / MARK, mark)
 
 
@@ -74,6 +83,23 @@ def read(engine: MegatronTrainingEngine, directory: Path) -> None:
                 raise InputError(f"a tensor is missing: {lost[0]}", where=directory, next_step=_WRITE_AGAIN)
 
 
+def check_source(directory: Path, source: str) -> None:
+    """Refuses the weights of another checkpoint than the one with the hash ``source``.
+
+    Raises:
+        InputError: they are another's, or nothing says whose.
+    """
+    mark = read_json(directory / MARK) if (directory / MARK).is_file() else {}
+    if mark.get("source") != source:
+        raise InputError(
+            "the distributed checkpoint holds other weights than model.path",
+            where=directory,
+            expected=source,
+            found=mark.get("source") or "nothing that says whose",
+            next_step=_WRITE_AGAIN,
+        )
+
+
 def check(directory: Path, config: Mapping[str, Any]) -> None:
     """Refuses what :func:`write` did not make, before anything in it is unpickled.
 
@@ -99,6 +125,16 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
                 found=found or "no file",
                 next_step=_WRITE_AGAIN,
             )
+    sizes, there = mark.get("sizes") or {}, _sizes(directory)
+    odd = sorted(name for name in sizes.keys() | there.keys() if sizes.get(name) != there.get(name))
+    if odd:
+        raise InputError(
+            "the file is not the one that was written",
+            where=directory / odd[0],
+            expected=f"{sizes.get(odd[0], 'no')} bytes",
+            found=f"{there.get(odd[0], 'no')} bytes",
+            next_step=_WRITE_AGAIN,
+        )
     made = mark.get("config") or {}
     different = sorted(key for key in made.keys() | config.keys() if made.get(key) != config.get(key))
     if different:
@@ -116,6 +152,10 @@ def _sharded(engine: MegatronTrainingEngine) -> dict[str, Any]:
 
 def _chunk(number: int) -> str:
     return f"model{number}"
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in directory.iterdir() if path.name != MARK}
 
 
 def _hashes(directory: Path) -> dict[str, str | None]:

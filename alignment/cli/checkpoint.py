@@ -63,6 +63,7 @@ def write_dist_checkpoint(
     from alignment.backends import megatron_dist_checkpoint
     from alignment.backends.megatron_training import MegatronTrainingEngine
     from alignment.devices.base import get_device
+    from alignment.rl.mock_rollout import hash_checkpoint
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
@@ -72,7 +73,7 @@ def write_dist_checkpoint(
     engine = MegatronTrainingEngine.from_checkpoint(
         source, optimizer=None, outputs=lambda logits, following: {}, dtype=dtypes[dtype], device=get_device(device)
     )
-    megatron_dist_checkpoint.write(engine, target)
+    megatron_dist_checkpoint.write(engine, target, source=hash_checkpoint(source))
     print(f"{target}: written by megatron-core {engine.version} from {source}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from alignment.diagnose.run_stages import RunData
 from alignment.errors import InputError
-from alignment.numerics.verdict import Outcome
+from alignment.numerics.verdict import Outcome, Verdict
 from alignment.rl.rollout_only import Sample, check_text, compression_ratio, unreadable
 
 
@@ -27,6 +27,8 @@ def find_garbled(dut: RunData, baseline: RunData) -> Garbled | None:
     """
     for step in sorted(set(dut.recorded) & set(baseline.recorded)):
         verdict, reference = _judge(dut, step), _judge(baseline, step)
+        if verdict is None or reference is None:
+            continue
         if verdict.outcome is Outcome.FAIL and reference.outcome is not Outcome.FAIL:
             return Garbled(step=step, reason=f"step {step}: {verdict.reason}")
     return None
@@ -40,10 +42,12 @@ def samples_of(run: RunData, step: int) -> list[Sample]:
     tokenizer = _tokenizer(run)
     limit = int(run.config.get("data.max_response_length") or batch.tensors["responses"].shape[1])
     surprisal = batch.tensors.get("rollout_log_probs", batch.tensors.get("old_log_probs"))
-    vocabulary = tokenizer.vocab_size if tokenizer else int(batch.tensors["responses"].max()) + 1
+    vocabulary = tokenizer.vocab_size if tokenizer else max(2, int(batch.tensors["responses"].max()) + 1)
     samples = []
     for row, prompt_id in enumerate(batch.prompt_ids):
         mask = batch.tensors["response_mask"][row] != 0
+        if not mask.any():
+            continue
         ids = batch.tensors["responses"][row][mask].tolist()
         text = tokenizer.decode_response(ids) if tokenizer else " ".join(map(str, ids))
         samples.append(
@@ -63,8 +67,9 @@ def samples_of(run: RunData, step: int) -> list[Sample]:
     return samples
 
 
-def _judge(run: RunData, step: int):
-    return check_text(samples_of(run, step), subject=run.engine, device=run.device)
+def _judge(run: RunData, step: int) -> Verdict | None:
+    samples = samples_of(run, step)
+    return check_text(samples, subject=run.engine, device=run.device) if samples else None
 
 
 def _tokenizer(run: RunData):

@@ -350,15 +350,17 @@ def _stage(
     # Context parallel ranks have a share of the tokens each.
     tokens = rows * plan.sequence_length / sizes.context_parallel_size
     place = {"tokens": tokens, "tensor_parallel": sizes.tensor, "element_bytes": plan.element_bytes}
-    layer_bytes = _kept(config, plan, dense_layers, moe_layers, tokens)
+    layer_bytes = _kept(config, plan, dense_layers, moe_layers, tokens, first=first)
     chunks = in_flight(sizes, number, plan.micro_batches)
     micro_batches = math.ceil(chunks / sizes.virtual)
     logits = logits_bytes(config.vocab_size, tokens=tokens, tensor_parallel=sizes.tensor) if last else 0
     embedding = embedding_bytes(config, **place) if first else 0
-    shared = plan.data_parallel if plan.distributed_optimizer else 1
-    # Routed experts have fewer replicas: EP · ETP of the TP · CP · DP ranks hold different ones.
+    # Context parallel ranks hold equal weights too, and routed experts have replicas of their own: of the TP · CP · DP
+    # ranks of a stage, EP · ETP hold different ones.
+    replicas = plan.data_parallel * sizes.context_parallel_size
     expert_ranks = sizes.expert_model_parallel_size * sizes.expert_tensor
-    expert_shared = max(1, shared * sizes.tensor * sizes.context_parallel_size // expert_ranks) if shared > 1 else 1
+    expert_replicas = max(1, replicas * sizes.tensor // expert_ranks)
+    shared, expert_shared = (replicas, expert_replicas) if plan.distributed_optimizer else (1, 1)
     per_parameter = plan.master_bytes + plan.moment_bytes
     optimizer = 0 if plan.optimizer_offload else round(per_parameter * (dense / shared + routed / expert_shared))
     weights, gradients = (dense + routed) * plan.element_bytes, (dense + routed) * plan.gradient_bytes
@@ -393,14 +395,14 @@ def _stage(
     )
 
 
-def _kept(config: ModelConfig, plan: TrainingPlan, dense: int, moe: int, tokens: float) -> float:
+def _kept(config: ModelConfig, plan: TrainingPlan, dense: int, moe: int, tokens: float, *, first: bool) -> float:
     """What the layers of a stage keep of one micro batch until its backward pass."""
     sizes = plan.sizes
     place = {"tokens": tokens, "tensor_parallel": sizes.tensor, "element_bytes": plan.element_bytes}
     if plan.recompute == "full":
-        # The inputs of every group of layers; the very first is the embedding's output, counted with it.
+        # The inputs of every group of layers; the very first of the model is the embedding's output, counted with it.
         groups = math.ceil((dense + moe) / plan.recompute_num_layers)
-        return max(groups - 1, 0) * embedding_bytes(config, **place)
+        return max(groups - first, 0) * embedding_bytes(config, **place)
     kept = dense * dense_layer_bytes(config, **place) + moe * moe_layer_bytes(config, **place)
     if not plan.fused_attention and plan.recompute == "none":
         kept += (dense + moe) * _scores(config, plan)
@@ -440,7 +442,9 @@ def _advice(
         if phase == "rollout":
             said.append(f"{line}; fewer sequences alive at once, or more expert parallel ranks")
             continue
-        moving = worst.activations + worst.embedding + worst.logits if phase == "update_actor" else worst.logits
+        # What is not held whatever the batch is.
+        fixed = worst.communication + (worst.reference if phase == "ref_log_prob" else worst.weights + worst.optimizer)
+        moving = held - fixed - (worst.gradients if phase == "update_actor" else 0)
         still = held - moving
         tokens = plan.micro_batch * plan.sequence_length
         if still >= card_bytes:

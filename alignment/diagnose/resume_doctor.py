@@ -107,7 +107,7 @@ def _run_checkpoint(path: Path, ranks: int | None) -> Iterator[Symptom]:
     for file in generators:
         yield from _readable(file)
     for role in roles:
-        yield from _engine(path / role, wanted, step=step, updates=_updates_per_step(state))
+        yield from _engine(path / role, wanted, step=step, updates=_updates_per_step(state, role))
 
 
 def _data(path: Path, state: Mapping[str, Any], step: int | None) -> Iterator[Symptom]:
@@ -116,18 +116,15 @@ def _data(path: Path, state: Mapping[str, Any], step: int | None) -> Iterator[Sy
         yield Symptom(where=f"{path / STATE}: data", problem="the position in the data is missing")
         return
     position, batch, epoch = data.get("position"), data.get("batch_size"), data.get("epoch")
+    # One generation of distillation feeds several steps.
+    per_batch = int((state.get("config") or {}).get("gkd.steps_per_generation") or 1)
+    needed = None if step is None or not isinstance(batch, int) else -(-step // per_batch) * batch
     # Without dynamic sampling a step takes one batch; with it, one or more.
-    if (
-        step is not None
-        and isinstance(position, int)
-        and isinstance(batch, int)
-        and epoch == 0
-        and position < step * batch
-    ):
+    if needed is not None and isinstance(position, int) and epoch == 0 and position < needed:
         yield Symptom(
             where=f"{path / STATE}: data.position",
             problem="fewer prompts were used than the steps need",
-            expected=f"at least {step} · {batch}",
+            expected=f"at least {needed}",
             found=str(position),
         )
 
@@ -299,8 +296,9 @@ def _world_size(state: Mapping[str, Any]) -> int:
     return int(config.get("trainer.n_gpus_per_node") or 1) * int(config.get("trainer.nnodes") or 1)
 
 
-def _updates_per_step(state: Mapping[str, Any]) -> int | None:
+def _updates_per_step(state: Mapping[str, Any], role: str) -> int | None:
     config = state.get("config") or {}
-    batch, mini = config.get("data.train_batch_size"), config.get("actor_rollout_ref.actor.ppo_mini_batch_size")
-    epochs = config.get("actor_rollout_ref.actor.ppo_epochs", 1)
-    return batch // mini * epochs if batch and mini else None
+    section = {"critic": "critic"}.get(role, "actor_rollout_ref.actor")
+    batch, mini = config.get("data.train_batch_size"), config.get(f"{section}.ppo_mini_batch_size")
+    epochs = config.get(f"{section}.ppo_epochs") or 1
+    return batch // mini * epochs if batch and mini and "gkd.lmbda" not in config else None

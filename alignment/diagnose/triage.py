@@ -26,7 +26,7 @@ from alignment.diagnose.failure_modes import FailureMode, find_failure_modes
 from alignment.diagnose.garbled import find_garbled
 from alignment.diagnose.run_stages import RunData, StageVerdict, compare_runs, first_divergence, open_run
 from alignment.errors import InputError
-from alignment.numerics.verdict import MISALIGNED, Outcome
+from alignment.numerics.verdict import ALIGNED, MISALIGNED, USAGE, Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,10 @@ class Triage:
 
     @property
     def exit_code(self) -> int:
-        """1 where a cause, a failure mode or an unexplained divergence was found."""
-        return MISALIGNED if self.causes or self.modes or self.first is not None else 0
+        """1 where a cause, a failure mode or a divergence was found; 2 where no axis had anything to compare."""
+        if self.causes or self.modes or self.first is not None:
+            return MISALIGNED
+        return ALIGNED if any(axis.outcome is Outcome.PASS for axis in self.axes) else USAGE
 
     def to_dict(self) -> dict:
         return {

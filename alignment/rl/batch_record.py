@@ -53,20 +53,20 @@ def batch_path(directory: Path, step: int) -> Path:
 
 def record_of(batch: Batch, *, step: int) -> BatchRecord:
     """What a step trained on, for :func:`write_batch`; the samples of a prompt are numbered as they come."""
-    seen: dict[str, int] = {}
-    samples = []
-    for prompt in batch["prompt_id"]:
-        samples.append(seen.setdefault(prompt, 0))
-        seen[prompt] += 1
     tensors = {name: batch[name].detach().cpu().numpy() for name in FIELDS if name in batch}
-    return BatchRecord(step=step, tensors=tensors, prompt_ids=list(batch["prompt_id"]), samples=samples)
+    prompts = list(batch["prompt_id"])
+    return BatchRecord(step=step, tensors=tensors, prompt_ids=prompts, samples=sample_numbers(prompts))
 
 
 class BatchRecorder:
     """Keeps every step's batch as it leaves the advantage stage: a :class:`~alignment.rl.observers.DriverObserver`."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
         self._run_dir = Path(run_dir)
+        # What an earlier run in this directory did after the step that counts is not this run's.
+        for step in recorded_steps(self._run_dir):
+            if step > resume_step:
+                batch_path(self._run_dir, step).unlink()
 
     def fields(self, step: int, stage: str, before: Batch | None, after: Batch) -> None:
         if stage == "advantage":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from alignment.backends import megatron_dist_checkpoint
 from alignment.backends.megatron_model import BuildSettings, Recompute
 from alignment.backends.megatron_training import MegatronSettings, MegatronTrainingEngine, TokenOutputs
 from alignment.backends.training import OptimizerConfig, Outputs
@@ -15,6 +17,7 @@ from alignment.devices.base import Device
 from alignment.errors import InputError
 from alignment.rl.config import MegatronConfig, RunConfig
 from alignment.rl.log_prob import log_probs_and_entropy
+from alignment.rl.mock_rollout import hash_checkpoint
 from alignment.weights.megatron_layout import ParallelSizes
 
 
@@ -50,7 +53,10 @@ def megatron_policy(
         outputs=outputs or partial(token_outputs, temperature=policy.rollout.temperature),
         dtype=dtype,
         device=device,
-        settings=megatron_settings(policy.actor.megatron, seed=config.trainer.seed),
+        settings=dataclasses.replace(
+            megatron_settings(policy.actor.megatron, seed=config.trainer.seed),
+            dist_checkpoint=_dist_checkpoint(config, Path(checkpoint)),
+        ),
     )
 
 
@@ -81,12 +87,17 @@ def megatron_settings(megatron: MegatronConfig, *, seed: int) -> MegatronSetting
         if megatron.optimizer_cpu_offload
         else {},
         seed=seed,
-        dist_checkpoint=_dist_checkpoint(megatron),
     )
 
 
-def _dist_checkpoint(megatron: MegatronConfig) -> Path | None:
-    if not megatron.use_dist_checkpointing:
+def _dist_checkpoint(config: RunConfig, checkpoint: Path) -> Path | None:
+    """The distributed checkpoint in place of ``checkpoint``: of the policy's own weights and of no other model's.
+
+    Raises:
+        InputError: none is named, or it holds the weights of another checkpoint.
+    """
+    megatron, policy = config.actor_rollout_ref.actor.megatron, Path(config.actor_rollout_ref.model.path)
+    if not megatron.use_dist_checkpointing or checkpoint.resolve() != policy.resolve():
         return None
     if not megatron.dist_checkpointing_path:
         raise InputError(
@@ -95,7 +106,9 @@ def _dist_checkpoint(megatron: MegatronConfig) -> Path | None:
             expected="a folder",
             next_step="write one with alignment checkpoint to-dist",
         )
-    return Path(megatron.dist_checkpointing_path)
+    folder = Path(megatron.dist_checkpointing_path)
+    megatron_dist_checkpoint.check_source(folder, hash_checkpoint(policy))
+    return folder
 
 
 def token_outputs(logits: Tensor, following: Tensor, *, temperature: float) -> Outputs:

@@ -130,7 +130,7 @@ def run_dapo(
     try:
         watchers = [watching.enter_context(contextlib.closing(w)) for w in driver_observers(setting.observers)]
         if config.trainer.record_batches:
-            watchers.append(BatchRecorder(run_dir))
+            watchers.append(BatchRecorder(run_dir, resume_step=state["step"] if state else 0))
         groups = executor.start(setting, placement(config))
         about = groups["actor"].call("describe")
         trainer = DapoTrainer(

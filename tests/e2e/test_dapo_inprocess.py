@@ -244,3 +244,5 @@ def test_recorded_batches_change_nothing_and_hold_what_was_trained_on(world, pla
     assert float(scores.mean()) == pytest.approx(plain.metrics[0]["critic/score/mean"], abs=torch.finfo(torch.float32).eps)
     assert len(set(zip(batch.prompt_ids, batch.samples))) == len(batch)
     assert not (plain.directory / "batches").exists()
+    run_dapo(dapo_world.config(world, trainer__record_batches=True, trainer__total_training_steps=1), run_dir=tmp_path)
+    assert recorded_steps(tmp_path) == [1], "what a longer run left here is not this run's"

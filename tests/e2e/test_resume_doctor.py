@@ -86,6 +86,15 @@ def test_each_damage_is_named(checkpoints, name):
     assert problem in json.loads(shown.output)["symptoms"][0]["problem"] + name
 
 
+def test_a_generation_that_feeds_several_steps_is_no_symptom(checkpoints):
+    """Distillation: two steps from one batch of prompts, and updates that the configuration of DAPO does not count."""
+    edit(checkpoints / "global_step_3" / "state.json", lambda d: d["data"].update(position=8))
+    assert "fewer prompts" in problems(checkpoints)[0]
+    more = {"gkd.steps_per_generation": 2, "gkd.lmbda": 0.5}
+    edit(checkpoints / "global_step_3" / "state.json", lambda d: d["config"].update(more))
+    assert problems(checkpoints) == []
+
+
 def test_another_number_of_ranks(saved):
     found = problems(saved, ranks=2)
     assert "saved by another number of ranks" in found[0]

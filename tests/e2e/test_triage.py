@@ -279,6 +279,35 @@ def test_a_known_bad_version_is_named_with_its_repair(world, baseline, tmp_path)
     assert "alignment bisect run --good" in software.next_command
 
 
+def test_runs_that_cannot_be_compared_are_no_pass(world, baseline, tmp_path):
+    """No step, no configuration, no hash in common: the answer is that nothing was shown."""
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"device": "cpu"}))
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": {"a": 1, "b": 2}[name], "actor/loss": 0.5}) + "\n")
+    found = triage(tmp_path / "a", tmp_path / "b")
+    assert {axis.outcome.value for axis in found.axes} == {"unavailable"}
+    assert found.exit_code == 2
+
+
+def test_one_stack_alone_shows_nothing(world, baseline, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "run.json").write_text(json.dumps({"device": "cpu"}))
+    (directory / "metrics.jsonl").write_text(json.dumps({"step": 99, "actor/loss": 0.5}) + "\n")
+    (directory / "stack.yaml").write_text("schema: 1\nname: alone\ncomponents:\n  torch: '2.13.0'\n")
+    software = triage(directory, baseline).axes[AXES.index(SOFTWARE)]
+    assert software.outcome.value == "unavailable"
+
+
+def test_wrong_scores_on_both_sides_are_no_pass(world, tmp_path):
+    one, other = (run(world, tmp_path / name, fault=lenient_scorer) for name in ("a", "b"))
+    found = triage(one, other)
+    assert {cause.cause for cause in found.causes} == {"scores that the scorer does not give"}
+    assert "every recorded score" not in found.axes[AXES.index(SCORING)].reason
+
+
 def test_the_command_shows_the_cause_and_exits_1(world, baseline, tmp_path):
     directory = run(world, tmp_path / "run", actor_rollout_ref__actor__optim__lr=2e-3)
     shown = CliRunner().invoke(app, ["triage", str(directory), str(baseline)])

@@ -106,4 +106,32 @@ def test_another_model_is_refused(written):
 def test_a_folder_in_use_is_not_written_into(written):
     engine = megatron_engine(CONFIG, weights(CONFIG), {}, optimizer=False)
     with pytest.raises(InputError, match="the folder is not empty"):
-        megatron_dist_checkpoint.write(engine, written)
+        megatron_dist_checkpoint.write(engine, written, source="")
+
+
+def test_a_shard_of_another_size_is_refused(written, tmp_path):
+    copy = shutil.copytree(written, tmp_path / "copy")
+    shard = next(copy.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(InputError, match=f"(?s){shard.name}.*the file is not the one that was written"):
+        megatron_engine(CONFIG, {}, {"dist_checkpoint": str(copy)}, optimizer=False)
+
+
+def test_the_weights_of_another_checkpoint_are_refused(written):
+    from alignment.rl.mock_rollout import hash_checkpoint
+
+    megatron_dist_checkpoint.check_source(written, hash_checkpoint(written.parent / "hf"))
+    with pytest.raises(InputError, match="holds other weights than model.path"):
+        megatron_dist_checkpoint.check_source(written, "another")
+
+
+def test_only_the_policys_own_weights_come_from_it(written, tmp_path):
+    """A teacher or a perturbed start is another checkpoint: it is read as it is."""
+    from alignment.rl.config import TrainConfig
+    from alignment.rl.megatron_policy import _dist_checkpoint
+
+    megatron = {"use_dist_checkpointing": True, "dist_checkpointing_path": str(written)}
+    policy = {"model": {"path": str(written.parent / "hf")}, "actor": {"megatron": megatron}}
+    config = TrainConfig.from_dict({"actor_rollout_ref": policy})
+    assert _dist_checkpoint(config, written.parent / "hf") == written
+    assert _dist_checkpoint(config, tmp_path) is None

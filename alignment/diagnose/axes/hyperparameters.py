@@ -19,7 +19,9 @@ _WEIGHTS: tuple[tuple[int, str], ...] = (
         0,
         r"^(trainer\.(project_name|experiment_name|logger|default_local_dir|.*_freq|nnodes|n_gpus_per_node|device)|hydra\.)",
     ),
-    (0, r"(\.path$|_files$|_dir$|num_workers|_timeout|nccl|profiler|tensorboard)"),
+    (0, r"^(actor_rollout_ref\.model\.(path|tokenizer_path|hf_config_path)|data\.(train|val)_files)$"),
+    (0, r"(_dir$|num_workers|_timeout|nccl|profiler|tensorboard|dist_checkpointing_path)"),
+    (3, r"(reward|critic|teacher).*path$"),
     (
         3,
         r"(\.optim\.|\.lr$|clip_ratio|grad_clip|loss_agg_mode|loss_scale_factor|kl_|entropy_coeff|adv_estimator|norm_adv)",
@@ -63,10 +65,11 @@ def check(dut: RunData, baseline: RunData) -> AxisReport:
             findings.append(
                 Finding(axis=AXIS, cause=field, evidence=f"{theirs} → {ours} ({_MEANING[weight]})", weight=weight)
             )
+    fields = len(set(dut.config) | set(baseline.config))
     return report(
         AXIS,
         findings,
-        compared=f"{len(set(dut.config) | set(baseline.config))} fields agree",
+        compared=f"{fields - len(apart)} of {fields} fields agree, the others say where and on how many devices",
         remarks=[f"device only: {text}" for text in apart],
         next_command="run again with the baseline's value of each field above" if findings else "",
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.run_stages import RunData, StageVerdict
 from alignment.errors import InputError
@@ -14,6 +16,7 @@ from alignment.rl.config import TrainConfig
 
 AXIS = AXES[5]
 SHOWN = 3
+_ROUNDOFF = float(np.finfo(np.float32).eps) / 2
 
 
 def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> AxisReport:
@@ -26,21 +29,13 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> Ax
             Finding(axis=AXIS, cause="one text, two scores", evidence=f"step {parted.step}: {parted.reason}", weight=4)
         )
     compared = [f"equal responses have equal scores in {len(judged)} steps"] if judged else []
-    wrong = {}
-    for run in (baseline, dut):
+    for run, whose in ((dut, "the run"), (baseline, "the baseline")):
         told = rescored(run)
-        if told is not None:
-            wrong[run is dut] = told
-            compared.append(f"{run.directory.name}: every recorded score is the scorer's")
-    if wrong.get(True) and not wrong.get(False):
-        findings.append(
-            Finding(
-                axis=AXIS,
-                cause="scores that the scorer does not give",
-                evidence=f"{len(wrong[True])} responses of the run, none of the baseline: "
-                + "; ".join(wrong[True][:SHOWN]),
-            )
-        )
+        if told:
+            evidence = f"{len(told)} responses of {whose}: {'; '.join(told[:SHOWN])}"
+            findings.append(Finding(axis=AXIS, cause="scores that the scorer does not give", evidence=evidence))
+        elif told is not None:
+            compared.append(f"every recorded score of {whose} is the scorer's")
     return report(
         AXIS, findings, compared="; ".join(compared), unseen="" if compared else "no scored responses of both runs"
     )
@@ -79,8 +74,8 @@ def rescored(run: RunData) -> list[str] | None:
         for row, score in enumerate(scores):
             recorded = float(batch.tensors["token_level_scores"][row].sum())
             expected = score.score + _penalty(config, len(_response(batch, row)))
-            # Scores are recorded in float32; a score is no sum of many terms.
-            if abs(recorded - expected) > 1e-6 * max(1.0, abs(expected)):
+            # A score and a penalty, each rounded to float32 when they are recorded, and their sum.
+            if abs(recorded - expected) > 3 * _ROUNDOFF * max(1.0, abs(expected)):
                 wrong.append(f"step {step}, {batch.prompt_ids[row]}: {texts[row]!r} has {recorded:g}, not {expected:g}")
     return wrong
 

@@ -51,8 +51,9 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
     if parted is not None and not explained:
         findings.append(_computed(parted, dut, baseline, bisect))
     judged = [stage for stage in stages if stage.outcome is not Outcome.INCONCLUSIVE]
-    compared = f"{len(judged)} stages of {len({s.step for s in judged})} steps agree"
-    unseen = "" if ours is not None or judged else "no stack was recorded, and no stage could be compared"
+    compared = f"{len(judged)} stages of {len({s.step for s in judged})} steps agree" if judged else "the stacks agree"
+    both = ours is not None and theirs is not None
+    unseen = "" if both or judged else "one stack at most was recorded, and no stage could be compared"
     return report(
         AXIS,
         findings,
@@ -66,7 +67,7 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
 def _computed(parted: StageVerdict, dut: RunData, baseline: RunData, bisect: str) -> Finding:
     ranks = [_ranks(run) for run in (dut, baseline)]
     capture = f"alignment compare {baseline.directory} {dut.directory}, both run with capture.detail=sketch"
-    if parted.stage == "update_actor" and ranks[0] != ranks[1] and ranks[0] > 1 and _beyond(parted):
+    if parted.stage == "update_actor" and ranks[0] != ranks[1] and ranks[0] > 1 and _beyond(parted, baseline):
         return Finding(
             axis=AXIS,
             cause="communication",
@@ -82,10 +83,12 @@ def _computed(parted: StageVerdict, dut: RunData, baseline: RunData, bisect: str
     )
 
 
-def _beyond(parted: StageVerdict) -> bool:
-    """Whether a difference is one that rounding does not make: more than the field's 1 %."""
-    values = {m.name: m.value for m in parted.measures if not m.within}
-    return bool(values) and max(values.values()) > COMMUNICATION
+def _beyond(parted: StageVerdict, baseline: RunData) -> bool:
+    """Whether a metric is further from the baseline's value than rounding makes it: more than the field's 1 % of it."""
+    values = baseline.metrics.get(parted.step, {})
+    return any(
+        m.value > COMMUNICATION * abs(values[m.name]) for m in parted.measures if m.name in values and not m.within
+    )
 
 
 def _ranks(run: RunData) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.garbled import Garbled
 from alignment.diagnose.run_stages import RunData, StageVerdict
@@ -40,8 +43,8 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbl
                 next_command=SYNC,
             )
         )
-    folders = [Path(str(run.config.get(_MODEL) or "")) for run in (dut, baseline)]
-    if all((folder / "config.json").is_file() for folder in folders):
+    folders = [run.config.get(_MODEL) and Path(str(run.config[_MODEL])) for run in (dut, baseline)]
+    if all(folder and (folder / "config.json").is_file() for folder in folders):
         findings += _config(*folders)
         findings += _tensors(*folders)
         compared.append("configuration and tensors of the first weights agree")
@@ -91,12 +94,10 @@ def _tensors(ours: Path, theirs: Path) -> list[Finding]:
                 axis=AXIS, cause="shape or dtype of a tensor", evidence=f"{name}: {shapes[1][name]} → {shapes[0][name]}"
             )
         ]
-    import torch
-
     from alignment.weights.checkpoint import iter_tensors
 
     other = dict(_lazily(theirs))
-    different = [name for name, tensor in iter_tensors(ours) if not torch.equal(tensor, other[name]())]
+    different = [name for name, tensor in iter_tensors(ours) if not _equal(tensor, other[name]())]
     if not different:
         return []
     return [
@@ -106,6 +107,11 @@ def _tensors(ours: Path, theirs: Path) -> list[Finding]:
             evidence=f"{len(different)} of {len(shapes[0])} tensors differ, {different[0]} first",
         )
     ]
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Equal bits; float8 knows no comparison of its own."""
+    return bool((x.contiguous().view(torch.uint8) == y.contiguous().view(torch.uint8)).all())
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple]]:

@@ -256,3 +256,9 @@ def test_logits_of_three_dimensions_are_named_by_sample_and_token():
         require_finite({"logits": logits}, {"response_mask": mask}, stage="teacher_log_prob")
     mask[1, 2] = 0
     require_finite({"logits": logits}, {"response_mask": mask}, stage="teacher_log_prob")
+
+
+def test_what_is_listed_by_active_token_is_named_by_its_number():
+    listed = torch.tensor([0.0, float("nan"), 0.0])
+    with pytest.raises(InputError, match="teacher_log_prob · token_log_probs.*nan at active token 1"):
+        require_finite({"token_log_probs": listed}, {}, stage="teacher_log_prob")

@@ -143,6 +143,30 @@ def test_more_than_the_card_holds_is_said_with_what_would_fit():
     assert worst <= refitted.card_bytes * 1.01
 
 
+def test_optimizer_states_are_shared_by_every_rank_that_holds_equal_weights():
+    """Context parallel ranks are replicas, and experts have replicas of their own even without data parallelism."""
+    config = preset("tiny-deepseek")
+
+    def optimizer(dp: int = 1, **sizes: int) -> int:
+        plan = TrainingPlan(sizes=ParallelSizes(**sizes), data_parallel=dp)
+        return estimate(config, plan, RolloutPlan()).stages[0].optimizer
+
+    assert optimizer(context_parallel_size=2) == optimizer(dp=2) == optimizer() // 2
+    dense, routed = model.stage_parameters(
+        config, ParallelSizes(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    )[0]
+    spread = optimizer(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    assert spread == 12 * (dense + routed // 2)
+
+
+def test_later_stages_keep_the_inputs_of_their_first_layer_under_full_recomputation():
+    plan = TrainingPlan(sizes=SIZES, recompute="full", data_parallel=2)
+    stages = estimate(V3, plan, RolloutPlan(tensor_parallel=8, expert_parallel=64)).stages
+    one_input = model.embedding_bytes(V3, **TOKENS)
+    assert stages[1].activations == round(4 * one_input * stages[1].in_flight)
+    assert stages[0].activations == round(2 * one_input * stages[0].in_flight)
+
+
 def test_the_command_prints_stages_and_exits_by_fit():
     arguments = ["memory", "estimate", "deepseek-v3-671b", "--tp", "8", "--pp", "16", "--ep", "16", "--etp", "1"]
     arguments += ["--first-pp", "3", "--last-pp", "2", "--dp", "2", "--recompute", "full", "--rollout-ep", "64"]
