@@ -590,7 +590,13 @@ CHECKS = (
     ),
     Check(name="parallel_layouts.norms", layer="unit-op", cost=0.003, run=norms),
     Check(name="parallel_layouts.averaging", layer="layer-grad", cost=0.008, run=averaging),
-    Check(name="parallel_layouts.side_losses", layer="layer-grad", cost=0.004, run=side_losses),
+    Check(
+        name="parallel_layouts.side_losses",
+        layer="layer-grad",
+        cost=0.004,
+        run=side_losses,
+        kept_because="it names the schedule that sets the scale, where gradients only differ",
+    ),
     Check(name="parallel_layouts.sequence", layer="layer-grad", cost=0.006, run=sequence),
     Check(name="parallel_layouts.experts", layer="unit-op", cost=0.04, run=experts),
     Check(

@@ -323,7 +323,13 @@ CHECKS = (
         kept_because="positions and masks made behind an engine's answer feed every later stage",
     ),
     Check(name="stages.slicing", layer="unit-op", cost=0.01, run=slicing),
-    Check(name="stages.batching", layer="unit-op", cost=0.02, run=batching),
+    Check(
+        name="stages.batching",
+        layer="unit-op",
+        cost=0.02,
+        run=batching,
+        kept_because="outputs that depend on the cut of a batch, of which losses see the sum",
+    ),
     Check(
         name="stages.repeatable",
         layer="unit-op",

@@ -113,10 +113,10 @@ def fp8_blocks(setting: Setting) -> Iterator[Finding]:
             what=what,
             bound=4 * unit_roundoff("float32"),
         )
-        # Half a unit in the last place of a code relative to its size, or of the smallest codes relative to 448.
+        # Half a unit in the last place of a code relative to its size; of the smallest codes, half of 2^-9 scales.
         error = (blocks.scaled(codes, golden, block) - weight.double()).abs()
-        largest = blocks.scaled(torch.full(shape, blocks.LARGEST), golden, block)
-        room = unit_roundoff("float8_e4m3fn") * weight.double().abs() + largest * 2.0**-19
+        step = blocks.scaled(torch.ones(shape), golden, block) * 2.0**-10
+        room = torch.maximum(unit_roundoff("float8_e4m3fn") * weight.double().abs(), step)
         wrong = ~(error <= room * (1 + 4 * unit_roundoff("float32")))
         yield from expect(
             not bool(wrong.any()),
