@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from alignment.faults.fault import Fault
 from alignment.faults.seam import seam
@@ -33,13 +34,12 @@ def _teacher_untempered(original):
 
 @seam("alignment.weights.checkpoint:load_config")
 def _students_numbers(original):
-    first = []
+    students = {}
 
     def load_config(directory):
         config = original(directory)
-        first.append(config)
-        # what global arguments held when the student was built
-        student = first[0]
+        # what global arguments held when the first model of the run was built
+        student = students.setdefault(Path(directory).parent, config)
         return dataclasses.replace(config, rope_theta=student.rope_theta, rms_norm_eps=student.rms_norm_eps)
 
     return load_config
