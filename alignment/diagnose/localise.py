@@ -103,6 +103,8 @@ def _heals(finding: Finding, graph: ModuleGraph, found: Localisation) -> bool:
 def learn(graph: ModuleGraph, noise: NoiseModel) -> None:
     """Take a benign pair into the noise model."""
 
+    noise.begin_pair()
+
     def take(edge: Edge) -> bool:
         _settle(edge)
         noise.learn(edge)
@@ -158,6 +160,7 @@ class _Evidence:
             total = math.fsum(left / deviation**2 for _, left, deviation in values) / math.sqrt(weight)
             samples = len(self.noise.samples[key].rows)
             limit = self.noise.student(max(1, samples - 3), len(several)) * math.sqrt(1 + len(values) / samples)
+            limit *= self.noise.together(key, 2 if name == "gain" else 3)
             if abs(total) > limit:
                 # where it begins: the first edge that has at least half of its share in the sum
                 share = abs(total) / math.sqrt(len(values)) / 2

@@ -79,9 +79,9 @@ def scale_of(edge: Edge) -> float:
 
 @dataclass
 class _Samples:
-    """Rows of (ln α, ε, gain, bias, gain of the source, bias of the source) and what was fitted to them."""
+    """Rows of (ln α, ε, gain, bias, gain and bias of the source, number of the pair), and the fit."""
 
-    rows: list[tuple[float, float, float, float, float, float]] = field(default_factory=list)
+    rows: list[tuple[float, ...]] = field(default_factory=list)
     fitted: tuple[_Fit, _Fit] | None = None
 
 
@@ -103,6 +103,7 @@ class NoiseModel:
         self.expect_tests(tests)
         self.samples: dict[tuple[str, ...], _Samples] = defaultdict(_Samples)
         self._spread: float | None = None
+        self._pair = 0
         self.choice_rates: dict[tuple[str, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def expect_tests(self, tests: int) -> None:
@@ -125,8 +126,8 @@ class NoiseModel:
         model = cls()
         for edge in data["edges"]:
             rows = [tuple(float(x) for x in row) for row in edge["rows"]]
-            if any(len(row) != 6 or not all(map(math.isfinite, row)) for row in rows):
-                raise ValueError(f"a sample of {edge['key']} is not six finite numbers")
+            if any(len(row) != 7 or not all(map(math.isfinite, row)) for row in rows):
+                raise ValueError(f"a sample of {edge['key']} is not seven finite numbers")
             model.samples[tuple(map(str, edge["key"]))] = _Samples(rows)
         for rate in data["choices"]:
             model.choice_rates[tuple(map(str, rate["key"]))] = [float(rate["moved"]), float(rate["exposure"])]
@@ -134,13 +135,19 @@ class NoiseModel:
 
     def add(self, other: NoiseModel) -> None:
         """Take what ``other`` learned as well."""
+        self.begin_pair()
         for key, held in other.samples.items():
-            self.samples[key].rows += held.rows
+            self.samples[key].rows += [(*row[:6], row[6] + self._pair) for row in held.rows]
             self.samples[key].fitted = None
         for key, (moved, exposure) in other.choice_rates.items():
             self.choice_rates[key][0] += moved
             self.choice_rates[key][1] += exposure
         self._spread = None
+
+    def begin_pair(self) -> None:
+        """What is learned from here on is of another pair than before."""
+        seen = (int(row[6]) for held in self.samples.values() for row in held.rows)
+        self._pair = 1 + max([self._pair, *seen])
 
     def learn(self, edge: Edge) -> None:
         """Take one edge of a benign pair into account."""
@@ -161,7 +168,15 @@ class NoiseModel:
         held.fitted = None
         gain, bias = _signs(edge.source)
         held.rows.append(
-            (math.log(difference.relative / p), difference.relative, difference.gain, difference.bias, gain, bias)
+            (
+                math.log(difference.relative / p),
+                difference.relative,
+                difference.gain,
+                difference.bias,
+                gain,
+                bias,
+                float(self._pair),
+            )
         )
 
     def choices(self, edge: Edge) -> float:
@@ -246,6 +261,25 @@ class NoiseModel:
             gain_left=left[0], bias_left=left[1],
             gain_deviation=None if edge.moved else deviations[0], bias_deviation=None if edge.moved else deviations[1],
         )  # fmt: skip
+
+    def together(self, key: tuple[str, ...], column: int) -> float:
+        """How much more the rests of a key, added up over a pair, spread than independent ones would; at least 1.
+
+        One layer's noise runs on into the next, and every model has coefficients of its own.
+        """
+        held = self.samples[key]
+        if held.fitted is None:
+            return 1.0
+        fit = held.fitted[column - 2]
+        sums: dict[float, list[float]] = {}
+        for row in held.rows:
+            rest = fit.left(row[column], (row[4], row[5], row[1] ** 2))
+            deviation = fit.deviation * max(row[1], RESOLUTION)
+            total = sums.setdefault(row[6], [0.0, 0.0])
+            total[0] += rest / deviation**2
+            total[1] += 1 / deviation**2
+        squares = [total**2 / weight for total, weight in sums.values()]
+        return max(1.0, math.sqrt(sum(squares) / len(squares)))
 
     def student(self, freedom: int, tests: int | None = None) -> float:
         """Quantile of Student's t at the level of :attr:`z` (or of ``tests`` tests), by the first term of its expansion
