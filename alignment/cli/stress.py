@@ -16,6 +16,7 @@ from alignment.cli.options import (
     console_on,
     find_device,
 )
+from alignment.errors import InputError
 from alignment.numerics.verdict import exit_code
 
 
@@ -26,6 +27,10 @@ def stress(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each card repeats the job.")] = 2,
     minutes: Annotated[float, typer.Option(min=0, help="Keep repeating it at least this long.")] = 0.0,
+    timeout: Annotated[
+        Optional[float],
+        typer.Option(help="Seconds after which a card counts as hung: 600 and 60 per minute of --minutes by default."),
+    ] = None,
     ray: Annotated[
         Optional[str],
         typer.Option(help="Run on every node of the Ray cluster at this address (auto: the running one)."),
@@ -42,7 +47,17 @@ def stress(
     from alignment.report.run_directory import finite
     from alignment.report.terminal import print_verdicts
 
-    kind = find_device(device, emulate_npu).kind
+    chosen = find_device(device, emulate_npu)
+    kind = chosen.kind
+    # npu:3 is that card alone; npu is all of them.
+    only = chosen.index if ":" in device else None
+    if only is not None and (ray is not None or workers not in (None, 1)):
+        raise InputError(
+            "one card is named, and several are asked for",
+            where="--device",
+            expected=f"{kind} with --workers or --ray, or {device} without",
+            found=f"{device} with {'--ray' if ray is not None else f'--workers {workers}'}",
+        )
     console = console_on(as_json)
     with active(fault or []), console.status("the same job on every card"):
         if ray is not None:
@@ -52,19 +67,26 @@ def stress(
                 per_node=workers or (2 if kind == "cpu" else None),
                 rounds=rounds,
                 minutes=minutes,
+                timeout=timeout,
                 worker_setup=WORKER_SETUP,
             )
         else:
             records, lost = stress_cards.on_this_machine(
                 kind,
-                workers=stress_cards.cards_here(kind, workers),
+                workers=stress_cards.cards_here(kind, workers) if only is None else 1,
                 rounds=rounds,
                 minutes=minutes,
+                only=only,
+                timeout=timeout,
                 worker_setup=WORKER_SETUP,
             )
     verdicts = judge(records, lost=lost)
     if as_json:
-        document = {"summary": summary(records) if records else {}, "verdicts": [finite(v.to_dict()) for v in verdicts]}
+        document = {
+            "summary": summary(records) if records else {},
+            "verdicts": [finite(v.to_dict()) for v in verdicts],
+            "determinism": {str(record.card): dict(record.switches) for record in records},
+        }
         print(json.dumps(document, indent=1))
     else:
         print_verdicts(console, verdicts)

@@ -1,6 +1,7 @@
 """The same deterministic job on every card, compared in its bits: which card computes differently, and in which operation.
 
-Cards of one kind that run one binary on equal inputs have to give equal bits. So nothing is compared with a tolerance or
+Cards of one kind that run one binary on equal inputs have to give equal bits, once the kernels that add in the order in
+which blocks finish (split-k, atomics) are switched off, which every card does and verifies. So nothing is compared with a tolerance or
 a reference: the digests of a card are compared with those of the other cards (between cards) and with its own earlier
 ones (over time). The card in the minority is the odd one; the first operation whose digest differs is named.
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from alignment.devices.base import Device, get_device
+from alignment.devices.determinism import deterministic
 from alignment.errors import InputError
 from alignment.numerics.random import portable_uniform
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
@@ -105,13 +107,14 @@ class Card:
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What one card computed: ``digests`` by round and operation, in the order of ``OPERATIONS``; ``chip`` as the device
-    names itself; ``elements`` of output in all."""
+    names itself; ``elements`` of output in all; ``switches`` of determinism that count on it, as they were verified."""
 
     card: Card
     chip: str
     digests: tuple[tuple[str, ...], ...]
     elements: int
     seconds: float
+    switches: tuple[tuple[str, str], ...] = ()
 
 
 def observe(card: Card, operation: Operation, inputs: Sequence[Tensor]) -> Tensor:
@@ -127,26 +130,29 @@ def run_job(
     Rounds are counted the same way on every card only where ``minutes`` is 0; comparison takes the rounds all have.
 
     Raises:
-        InputError: no rounds, or a device that is not there.
+        InputError: no rounds, a device that is not there, or a switch of determinism that cannot be set any more.
     """
     if rounds < 1:
         raise InputError("the job has to run at least once", where="rounds", expected=">= 1", found=rounds)
     device = get_device(card.device)
     started, digests, elements = time.monotonic(), [], 0
-    while len(digests) < rounds or time.monotonic() - started < 60 * minutes:
-        of_round = []
-        for operation in operations:
-            output = observe(card, operation, _inputs(operation, device, seed))
-            device.synchronize()
-            of_round.append(digest(output))
-            elements += output.numel()
-        digests.append(tuple(of_round))
+    # A card computes alone, whatever job its node belongs to.
+    with deterministic(seed, device, world_size=1) as report:
+        while len(digests) < rounds or time.monotonic() - started < 60 * minutes:
+            of_round = []
+            for operation in operations:
+                output = observe(card, operation, _inputs(operation, device, seed))
+                device.synchronize()
+                of_round.append(digest(output))
+                elements += output.numel()
+            digests.append(tuple(of_round))
     return Record(
         card=card,
         chip=str(device.fingerprint().chip),
         digests=tuple(digests),
         elements=elements,
         seconds=time.monotonic() - started,
+        switches=tuple((s.switch.name, str(s.verified)) for s in report.states if s.switch.applies),
     )
 
 
@@ -190,7 +196,7 @@ def judge(
             "the cards did not run the same job", where="stress", next_step="run one version of alignment everywhere"
         )
     verdicts = [
-        _verdict(card, Outcome.ERROR, f"no answer: {reason}", next_command="look at the log of its node")
+        _verdict(card, Outcome.ERROR, reason, next_command="look at the log of its node")
         for card, reason in (lost or {}).items()
     ]
     for record in records:

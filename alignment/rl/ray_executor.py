@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -322,6 +323,7 @@ def call_on_every_card(
     per_node: int | None = None,
     address: str | None = None,
     worker_setup: str | None = None,
+    timeout: float | None = None,
 ) -> list[tuple[str, str, int, Any]]:
     """``function(node, device, rank)`` once per card of every node of the cluster, all at the same time.
 
@@ -330,10 +332,11 @@ def call_on_every_card(
         per_node: cards of a node instead; a CPU has to be given a number.
         address: of the cluster; a local one is started otherwise.
         worker_setup: ``module:function`` called in every worker first.
+        timeout: seconds for all of them; who has not answered by then is killed. None waits for ever.
 
     Returns:
         Node, device, rank over the whole cluster, and what the call returned or the exception that it raised (a lost
-        node included).
+        node included; ``TimeoutError`` where there was no answer in time).
 
     Raises:
         UnavailableError: Ray is not installed, or the cluster has no such card.
@@ -368,16 +371,20 @@ def call_on_every_card(
                 max_retries=0,
             )
             references.append((name, device, rank, task.remote(name, device, rank)))
-        return [(name, device, rank, _answer(reference)) for name, device, rank, reference in references]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return [(name, device, rank, _answer(reference, deadline)) for name, device, rank, reference in references]
     finally:
         if connected:
             ray.shutdown()
 
 
-def _answer(reference: Any) -> Any:
+def _answer(reference: Any, deadline: float | None) -> Any:
     import ray
 
     try:
-        return ray.get(reference)
+        return ray.get(reference, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(reference, force=True)
+        return TimeoutError("no answer in time")
     except Exception as error:  # whatever a worker raises belongs to its card
         return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 import numpy as np
 import torch
@@ -50,6 +51,23 @@ def dying():
 
     def observe(card, operation, inputs):
         os._exit(9)
+
+    stress.observe = observe
+    try:
+        yield
+    finally:
+        stress.observe = honest
+
+
+@contextlib.contextmanager
+def hanging():
+    """The second card never answers."""
+    honest = stress.observe
+
+    def observe(card, operation, inputs):
+        while card.rank == 1:
+            time.sleep(1)
+        return honest(card, operation, inputs)
 
     stress.observe = observe
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ import torch
 from typer.testing import CliRunner
 
 from alignment.cli import app
-from alignment.diagnose import stress
+from alignment.devices.base import Device
+from alignment.diagnose import stress, stress_cards
 from alignment.diagnose.stress import OPERATIONS, Card, Record, digest, judge, run_job
 from alignment.errors import InputError
 from alignment.numerics.verdict import Outcome
 
 SMALL = tuple(op for op in OPERATIONS if op.name in ("matmul", "sum of rows", "memory 55555555"))
+command = importlib.import_module("alignment.cli.stress")
 FAULTS = Path(stress_faults.__file__)
 
 
@@ -46,6 +50,19 @@ def outcomes(verdicts) -> dict[str, Outcome]:
 def test_a_repetition_gives_the_same_bits(honest):
     assert honest.digests[0] == honest.digests[1]
     assert run_job(card(1), rounds=1, operations=SMALL).digests[0] == honest.digests[0]
+
+
+def test_the_rounds_are_deterministic_and_say_so(honest, monkeypatch):
+    """Kernels without a deterministic form would convict a healthy card: they are refused, and that is verified."""
+    seen = []
+    monkeypatch.setattr(
+        stress, "observe", lambda card, operation, inputs: seen.append(torch.are_deterministic_algorithms_enabled())
+        or operation.compute(*inputs),
+    )  # fmt: skip
+    record = run_job(card(1), rounds=1, operations=SMALL)
+    assert seen == [True] * len(SMALL) and not torch.are_deterministic_algorithms_enabled()
+    assert dict(record.switches)["torch.use_deterministic_algorithms"] == "True"
+    assert record.digests[0] == honest.digests[0]
 
 
 def test_a_digest_sees_one_bit_and_the_shape():
@@ -156,3 +173,45 @@ def test_processes_that_die_are_reported_and_not_waited_for():
     document = json.loads(dead.stdout)
     assert [v["outcome"] for v in document["verdicts"]] == ["error", "error"]
     assert document["summary"] == {}
+    assert "no answer: its process died (exit code 9)" in document["verdicts"][0]["reason"]
+
+
+def test_a_card_that_hangs_is_lost_and_its_process_killed():
+    hung = CliRunner().invoke(
+        app,
+        ["stress", "--device", "cpu", "--workers", "2", "--rounds", "1", "--json", "--timeout", "10",
+         "--fault", f"{FAULTS}:hanging"],
+    )  # fmt: skip
+    assert hung.exit_code == 2, hung.output
+    # On a slow machine ten seconds may be too short for the healthy one as well.
+    reasons = {verdict["check"][-2:]: verdict["reason"] for verdict in json.loads(hung.stdout)["verdicts"]}
+    assert set(reasons) == {"/0", "/1"} and reasons["/1"] == "no answer within 10 s"
+    assert multiprocessing.active_children() == []
+
+
+def test_no_time_to_answer_in_is_refused():
+    refused = CliRunner().invoke(app, ["stress", "--device", "cpu", "--minutes", "2", "--timeout", "100"])
+    assert isinstance(refused.exception, InputError) and "more than the 120 s" in str(refused.exception)
+
+
+def test_one_named_card_is_the_only_one(monkeypatch):
+    asked = {}
+
+    def on_this_machine(kind, **arguments):
+        asked.update(kind=kind, **arguments)
+        raise InputError("enough")
+
+    monkeypatch.setattr(stress_cards, "on_this_machine", on_this_machine)
+    monkeypatch.setattr(command, "find_device", lambda name, emulate: Device(kind="npu", index=3))
+    CliRunner().invoke(app, ["stress", "--device", "npu:3"])
+    assert (asked["kind"], asked["only"], asked["workers"]) == ("npu", 3, 1)
+    for more in (["--workers", "2"], ["--ray", "auto"]):
+        refused = CliRunner().invoke(app, ["stress", "--device", "npu:3", *more])
+        assert isinstance(refused.exception, InputError)
+        assert f"npu:3 with {' '.join(more[:1])}" in str(refused.exception)
+
+
+def test_the_one_card_is_run_by_its_index():
+    """A CPU has no index, so the process that is asked for the fourth NPU says it is not there."""
+    records, lost = stress_cards.on_this_machine("npu", workers=1, rounds=1, minutes=0, only=3)
+    assert records == [] and [c.device for c in lost] == ["npu:3"]
