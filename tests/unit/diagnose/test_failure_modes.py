@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alignment.diagnose.failure_modes import find_failure_modes
+from alignment.diagnose.failure_modes import LEAST, SPIKE, WINDOW, data_parallel, find_failure_modes
 from alignment.diagnose.run_stages import RunData
 from alignment.rl.batch_record import BatchRecord, batch_path, write_batch
 
 SAMPLES, PROMPT, RESPONSE = 16, 6, 8
-STEPS = 12
+STEPS = 26
 
 
 def healthy() -> BatchRecord:
@@ -99,8 +99,8 @@ PLANTED = {
     "shape mismatch": {"advantages": np.zeros((SAMPLES, RESPONSE + 1), dtype=np.float32)},
     "actor/reference misalignment": {"ref_log_prob": shifted(healthy().tensors["rollout_log_probs"])},
     "wrong response mask": {"response_mask": with_hole()},
-    "KL spike": {"metrics": {9: {"actor/ppo_kl": 0.01, "actor/kl_loss": 3.0}, **{s: {"actor/kl_loss": 0.01 * (1 + s % 3)} for s in range(1, 9)}}},
-    "grad-norm spike": {"metrics": {10: {"actor/grad_norm": 40.0}}},
+    "KL spike": {"metrics": {23: {"actor/ppo_kl": 0.01, "actor/kl_loss": 3.0}, **{s: {"actor/kl_loss": 0.01 * (1 + s % 3)} for s in range(1, 23)}}},
+    "grad-norm spike": {"metrics": {24: {"actor/grad_norm": 40.0}}},
     "dynamic-batch memory peak": {"config": DYNAMIC, **pinned()},
     "pipeline bubble": {"config": STAGED},
     "rank token imbalance": {"config": {"trainer.n_gpus_per_node": 2}, **long_and_short()},
@@ -139,6 +139,70 @@ def test_balanced_ranks_are_no_imbalance(tmp_path):
 def test_drift_is_no_spike(tmp_path):
     rising = {step: {"actor/grad_norm": 1.0 + 0.3 * step, "actor/kl_loss": 0.01 * step} for step in range(1, STEPS + 1)}
     assert find_failure_modes(a_run(tmp_path, metrics=rising)) == []
+
+
+def test_a_heavy_tail_around_zero_is_no_spike(tmp_path):
+    """Mostly near zero, now and then far off on either side: another such step is nothing new."""
+    small = {s: {"actor/ppo_kl": 1e-6 * (s % 3 - 1)} for s in range(1, STEPS + 1)}
+    tail = {**small, 8: {"actor/ppo_kl": 1e-3}, 15: {"actor/ppo_kl": -1e-3}, 24: {"actor/ppo_kl": 1.2e-3}}
+    assert find_failure_modes(a_run(tmp_path / "tail", metrics=tail)) == []
+    (mode,) = find_failure_modes(a_run(tmp_path / "spike", metrics={**tail, 24: {"actor/ppo_kl": 1e-2}}))
+    assert (mode.name, mode.step) == ("KL spike", 24)
+
+
+def test_a_metric_below_zero_has_spikes_too(tmp_path):
+    below = {s: {"actor/ppo_kl": -1.0 + 0.01 * (s % 3)} for s in range(1, STEPS + 1)}
+    (mode,) = find_failure_modes(a_run(tmp_path, metrics={**below, 24: {"actor/ppo_kl": -0.2}}))
+    assert (mode.name, mode.step) == ("KL spike", 24)
+
+
+def test_normal_noise_is_hardly_ever_that_far_out():
+    """The rate the constant states: at 2.5e-6 per step, 200 000 windows with 4 of them are one in 500."""
+    values = np.random.Generator(np.random.Philox(11)).standard_normal((200_000, LEAST + 1))
+    before, value = values[:, :LEAST], values[:, LEAST]
+    middle = np.median(before, axis=1)
+    spread = 1.4826 * np.median(np.abs(before - middle[:, None]), axis=1)
+    assert (value - middle > SPIKE * spread).sum() < 4
+    assert LEAST == WINDOW
+
+
+def test_short_series_are_not_judged(tmp_path):
+    """After six steps the deviation is too uncertain: three steps in a thousand of pure noise were spikes."""
+    assert find_failure_modes(a_run(tmp_path, metrics={10: {"actor/grad_norm": 40.0}})) == []
+
+
+SIZES = {
+    f"{ACTOR}megatron.tensor_model_parallel_size": 4, f"{ACTOR}megatron.pipeline_model_parallel_size": 2,
+    f"{ACTOR}megatron.context_parallel_size": 2, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 4,
+}  # fmt: skip
+
+
+def test_rows_are_shared_by_the_replicas_of_verl_and_by_every_rank_of_ours():
+    def ranks(engine, **changes):
+        return data_parallel(RunData(Path(), engine, "npu", {}, {**SIZES, **changes}))
+
+    assert (ranks("verl"), ranks("alignment")) == (2, 32)
+    fsdp = {f"{ACTOR}strategy": "fsdp2", f"{ACTOR}ulysses_sequence_parallel_size": 4}
+    assert (ranks("verl", **fsdp), ranks("alignment", **{"engine.train": "fsdp"})) == (8, 32)
+
+
+@pytest.mark.parametrize("engine, micro, count", [("verl", 4, 8), ("verl", 32, 1), ("alignment", 2, 16)])
+def test_the_bubble_counts_the_micro_batches_of_a_replica(tmp_path, engine, micro, count):
+    """32 ranks are 2 replicas of 2 stages, and each takes 32 of 64 samples: of ours, 2 of each of its 16 ranks."""
+    config = {
+        **SIZES, f"{ACTOR}ppo_mini_batch_size": 8, "actor_rollout_ref.rollout.n": 8,
+        f"{ACTOR}ppo_micro_batch_size_per_gpu": micro, "trainer.balance_batch": True,
+    }  # fmt: skip
+    modes = find_failure_modes(dataclasses.replace(a_run(tmp_path, config=config), engine=engine))
+    expected = [f"2 stages and {count} micro batches: {1 / (count + 1):.0%} of an update is ramp"] if count < 2 else []
+    assert [mode.evidence for mode in modes] == expected
+
+
+def test_ranks_of_one_model_have_no_imbalance_in_verl(tmp_path):
+    config = {"trainer.n_gpus_per_node": 2, f"{ACTOR}megatron.tensor_model_parallel_size": 2}
+    ours = a_run(tmp_path, config=config, **long_and_short())
+    assert [mode.name for mode in find_failure_modes(ours)] == ["rank token imbalance"]
+    assert find_failure_modes(dataclasses.replace(ours, engine="verl")) == []
 
 
 def test_what_is_not_finite_is_a_spike(tmp_path):
