@@ -51,7 +51,8 @@ TAIL = 0.3
 """Least deviation, in farthest samples: a limit of five deviations then lies half as far again, whatever the tail."""
 
 OTHER_WEIGHTS = 1.25
-"""Widening of single signed limits: the largest of 5 000 edges of a model that the calibration had not seen was 1.05."""
+"""Widening of single signed limits: coefficients depend on the weights, and in one of eight models that a calibration had
+not seen a benign edge reached 1.05."""
 
 _COPIED = ("parameter", "attribute", "input", "copy")
 
