@@ -8,12 +8,15 @@ from pathlib import Path
 
 from alignment.baseline.runs import select_curves
 from alignment.devices.base import Device
-from alignment.numerics.curves import CurveMetric, CurveResult, paired_gate
+from alignment.numerics.curves import CurveMetric, CurveResult, nightly_gate
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.rl.gkd_config import GkdConfig
 from alignment.rl.run import RunResult
 
-# Without a least margin: what counts is a share of what the baseline runs gained.
+# Without a least margin: what counts is a share of what the baseline runs gained. A student gains little over the spread of
+# its seeds (its batches are its own answers or the data set's, by lot), too little for a bounded deficit to be shown by
+# three runs. So the nightly gate judges: red where a deficit is significant, green where none was found, and its reason
+# says which deficit would have been.
 AGREEMENT = CurveMetric(name="agreement", higher_is_better=True, least_margin=0.0)
 DIVERGENCE = CurveMetric(name="divergence", higher_is_better=False, least_margin=0.0, unit="nats")
 METRICS = (AGREEMENT, DIVERGENCE)
@@ -30,7 +33,7 @@ def judge_gkd(
     """Runs a configuration, up to three times with other seeds where one run does not decide, and judges its curves.
 
     Args:
-        config: of the run; its prompts are those of the baseline, so the gate is the paired one.
+        config: of the run; its prompts are those of the baseline, so runs are paired.
         preset: name under which the baselines are stored.
         baselines: their folder.
         device: where it runs.
@@ -43,7 +46,7 @@ def judge_gkd(
     runs: list[RunResult] = []
     while True:
         runs.append(run(config, len(runs)))
-        results = [paired_gate(stored.runs, [r.curve for r in runs], metric=metric) for metric in METRICS]
+        results = [nightly_gate(stored.runs, [r.curve for r in runs], metric=metric) for metric in METRICS]
         undecided = any(r.outcome is Outcome.INCONCLUSIVE and r.more_runs for r in results)
         if not undecided or any(r.outcome in (Outcome.FAIL, Outcome.ERROR) for r in results):
             break
