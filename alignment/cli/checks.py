@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -23,9 +26,10 @@ from alignment.cli.options import (
     console_on,
     find_device,
     one_thread,
+    say,
 )
 from alignment.errors import InputError
-from alignment.numerics.verdict import Outcome, exit_code
+from alignment.numerics.verdict import USAGE, Outcome, exit_code
 
 
 def run(
@@ -49,7 +53,7 @@ def run(
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.page import PAGE, write_page
     from alignment.report.progress import suite_progress
-    from alignment.report.run_directory import PROVENANCE, finite, new_run_directory, write_stack, write_verdicts
+    from alignment.report.run_directory import PROVENANCE, STACK, finite, new_run_directory, write_stack, write_verdicts
     from alignment.report.terminal import print_verdicts
 
     parts = _parts(only, PARTS)
@@ -71,24 +75,40 @@ def run(
         console = console_on(as_json)
         with suite_progress(console, quiet=as_json) as progress:
             verdicts = run_suite(setting, progress)
-    path = write_verdicts(setting.run_dir, verdicts)
-    write_stack(setting.run_dir)
-    page = write_page([setting.run_dir], setting.run_dir / PAGE, baselines=baseline)
     code = exit_code(verdicts, require=require)
+    if not as_json:
+        # What was found is on the screen whatever becomes of the files.
+        print_verdicts(console, verdicts)
+    directory, remarks = setting.run_dir, []
+
+    def written(what: str, write: Callable[[], Path]) -> Path | None:
+        try:
+            return write()
+        except (InputError, OSError) as error:
+            remarks.append(f"{what} was not written: {error}")
+            return None
+
+    if written("verdicts.json", lambda: write_verdicts(directory, verdicts)) is None:
+        code = code or USAGE  # nobody can come back to a run that is not there
+    stack = written(STACK, lambda: write_stack(directory))
+    page = written("the page", lambda: write_page([directory], directory / PAGE, baselines=baseline))
     if as_json:
         document = {
             "exit_code": code,
-            "run": str(setting.run_dir),
-            "page": str(page),
+            "run": str(directory),
+            "page": None if page is None else str(page),
             "verdicts": [finite(v.to_dict()) for v in verdicts],
         }
         print(json.dumps(document, indent=1))
     else:
-        print_verdicts(console, verdicts)
-        console.print(f"everything of this run: {path.parent} (stack in {PROVENANCE})", markup=False, highlight=False)
-        console.print(f"as a page: {page}", markup=False, highlight=False)
+        frozen = f"stack in {STACK}, " if stack else ""
+        say(console, f"everything of this run: {directory} ({frozen}machine and packages in {PROVENANCE})")
+        if page is not None:
+            say(console, f"as a page: {page}")
         if require and any(v.outcome is Outcome.UNAVAILABLE for v in verdicts):
-            console.print("--require: what is unavailable counts as an error", markup=False, highlight=False)
+            say(console, "--require: what is unavailable counts as an error")
+    for remark in remarks:
+        print(remark, file=sys.stderr)
     raise typer.Exit(code)
 
 

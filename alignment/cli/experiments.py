@@ -22,7 +22,7 @@ from alignment.cli.options import (
     one_thread,
 )
 from alignment.errors import InputError
-from alignment.numerics.verdict import ALIGNED
+from alignment.numerics.verdict import ALIGNED, Outcome
 
 
 def ablate(
@@ -44,7 +44,7 @@ def ablate(
     from alignment.baseline.runs import torch_name
     from alignment.diagnose.ablation import curve_level, effects, parse_factor, run_designs
     from alignment.report.progress import training_progress
-    from alignment.report.run_directory import new_run_directory
+    from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
     from alignment.rl.run import run_dapo
 
@@ -69,11 +69,8 @@ def ablate(
     found = effects(factors, numbers, levels, full=full)
     if as_json:
         rows = [{"factors": sorted(s), "seed": seed, "level": value} for (s, seed), value in levels.items()]
-        print(
-            json.dumps(
-                {"run": str(directory), "metric": metric, "effects": [e.to_dict() for e in found], "levels": rows}
-            )
-        )
+        told = [effect.to_dict() for effect in found]
+        print(json.dumps(finite({"run": str(directory), "metric": metric, "effects": told, "levels": rows})))
         raise typer.Exit(ALIGNED)
     table = Table(
         "factor", f"effect on {metric}", "95 % interval", "decided", box=None, pad_edge=False, header_style="bold"
@@ -103,11 +100,12 @@ def replay(
     fault: FaultOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Mean relative loss error over replayed steps, beside the field's 1 % and the measured envelope; exit 1 outside."""
+    """Mean relative loss error over replayed steps, beside the field's 1 % and the measured envelope; exit 1 outside, or
+    where nothing was measured to judge by."""
     from alignment.baseline.runs import torch_name
     from alignment.diagnose.long_replay import BAR, long_replay
     from alignment.faults.injection import active
-    from alignment.report.run_directory import new_run_directory
+    from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
     from alignment.rl.run import read_run, run_dapo
 
@@ -138,15 +136,18 @@ def replay(
                 progress=status.update,
             )
     if as_json:
-        print(json.dumps({"device": chosen.label, **found.to_dict()}, indent=1))
+        print(json.dumps(finite({"device": chosen.label, **found.to_dict()}), indent=1))
     else:
         print(
-            f"mean relative error over {found.steps} replayed steps on {chosen.label} (bar of the field for the loss: {BAR:.0%})"
+            f"mean relative error over {found.steps} replayed steps on {chosen.label} "
+            f"(bar of the field for the loss: {BAR:.0%})"
         )
         for drift in found.drifts:
             noise = f"envelope {drift.envelope:.2e}" if drift.envelope is not None else "noise not measured"
             where = f"largest in step {drift.worst_step}: {drift.worst_error:.2e}"
-            print(f"  {drift.metric}: {drift.error:.2e}, {noise}, {'within' if drift.within else 'OUTSIDE'}; {where}")
+            print(f"  {drift.metric}: {drift.error:.2e}, {noise}, {drift.judgement}; {where}")
+        if found.outcome is Outcome.INCONCLUSIVE:
+            print("INCONCLUSIVE: without --perturbations there is no envelope to judge by")
         print(f"everything of this: {directory}")
     raise typer.Exit(found.exit_code)
 

@@ -186,7 +186,8 @@ def profile_memory(
         [
             (
                 p.phase,
-                *(f"{n / 1e6:.1f}" for n in (p.before, p.peak, p.modelled, p.residual, p.after, p.released, p.outside)),
+                *(f"{n / 1e6:.1f}" for n in (p.before, p.peak, p.modelled, p.residual, p.after, p.released)),
+                "not measured" if p.outside is None else f"{p.outside / 1e6:.1f}",
             )
             for p in phases
         ],

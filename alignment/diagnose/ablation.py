@@ -2,9 +2,9 @@
 
 A factor is a set of overrides. Its effect is the difference of the curve's level (mean of the last quarter of the
 steps) between runs that share prompts and seed, so what the draw of a seed does to both cancels; the interval is
-Student's over the seeds. In the full factorial the main effect of a factor is its mean effect over all settings of the others, and the
-interaction of two is how much the effect of one depends on the other (Box, Hunter and Hunter, *Statistics for
-Experimenters*, chapter 5).
+Student's over the seeds. In the full factorial the main effect of a factor is its mean effect over all settings of the
+others, and the interaction of two is how much the effect of one depends on the other (Box, Hunter and Hunter,
+*Statistics for Experimenters*, chapter 5).
 """
 
 from __future__ import annotations

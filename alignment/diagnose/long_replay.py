@@ -13,7 +13,7 @@ from pathlib import Path
 
 from alignment.errors import InputError
 from alignment.numerics.budget import ENVELOPE_FACTOR
-from alignment.numerics.verdict import ALIGNED, MISALIGNED
+from alignment.numerics.verdict import ALIGNED, MISALIGNED, Outcome
 from alignment.rl.config import TrainConfig
 from alignment.rl.run import RunResult, replay_steps
 
@@ -43,10 +43,15 @@ class Drift:
         return ENVELOPE_FACTOR * max(self.noise) if self.noise else None
 
     @property
-    def within(self) -> bool:
-        """Inside the envelope, and for the loss under the field's bar."""
-        quoted = self.metric != METRICS[0] or self.error <= BAR
-        return quoted and (self.envelope is None or self.error <= self.envelope)
+    def within(self) -> bool | None:
+        """Inside the envelope, and for the loss under the field's bar; None where there is neither to judge by."""
+        bounds = [*([BAR] if self.metric == METRICS[0] else []), *([self.envelope] if self.envelope is not None else [])]
+        return all(self.error <= bound for bound in bounds) if bounds else None
+
+    @property
+    def judgement(self) -> str:
+        """``within``, ``OUTSIDE`` or ``not judged``."""
+        return {True: "within", False: "OUTSIDE", None: "not judged"}[self.within]
 
     def to_dict(self) -> dict:
         return {**asdict(self), "envelope": self.envelope, "within": self.within}
@@ -60,8 +65,16 @@ class LongReplay:
     drifts: tuple[Drift, ...]
 
     @property
+    def outcome(self) -> Outcome:
+        """A pass takes every metric inside its bounds; one that has none leaves it open."""
+        judged = [drift.within for drift in self.drifts]
+        if False in judged:
+            return Outcome.FAIL
+        return Outcome.INCONCLUSIVE if None in judged else Outcome.PASS
+
+    @property
     def exit_code(self) -> int:
-        return ALIGNED if all(drift.within for drift in self.drifts) else MISALIGNED
+        return ALIGNED if self.outcome is Outcome.PASS else MISALIGNED
 
     def to_dict(self) -> dict:
         loss = self.drifts[0]
@@ -69,6 +82,7 @@ class LongReplay:
             "steps": self.steps,
             "error": loss.error,
             "bar": BAR,
+            "outcome": self.outcome.value,
             "exit_code": self.exit_code,
             "drifts": [drift.to_dict() for drift in self.drifts],
         }

@@ -2,7 +2,8 @@
 
 Three views of one number disagree for good reasons. The framework's allocator counts tensors; the process (or the card)
 also holds what never went through it: communication buffers, the runtime, memory an inference engine mapped itself. The
-model says what the tensors should be. Each phase shows all three, and the difference by name.
+model says what the tensors should be. Each phase shows all three, and the difference by name; what is outside is measured
+where the device is memory of this machine, and read from the profiler's record on a card.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class PhaseMemory:
 
     Attributes:
         before, peak, after: the allocator's count at its start, at its highest point and at its end.
-        outside: what the process holds beyond the allocator's count at the end; what the framework cannot see.
+        outside: what the process holds beyond the allocator's count at the end; what the framework cannot see. None
+            where it is not measured: on a card, whose memory the process's own pages say nothing about.
         modelled: what the tensors of the phase should be at its peak.
     """
 
@@ -41,7 +43,7 @@ class PhaseMemory:
     before: int
     peak: int
     after: int
-    outside: int
+    outside: int | None
     modelled: int
 
     @property
@@ -106,7 +108,7 @@ def profile_step(
         gc.collect()
         device.empty_cache()
         after = device.memory_allocated()
-        outside = max(resident_bytes() - after, 0) if device.kind == "cpu" or device.emulated else 0
+        outside = _outside(device, after)
         found.append(PhaseMemory(phase=name, before=before, peak=peak, after=after, outside=outside, modelled=modelled))
 
     place = {"dtype": dtype, "device": device.torch_device}
@@ -149,6 +151,12 @@ def profile_step(
     with phase("offload", sizes.asleep + sizes.resident):
         trainer.offload()
     return tuple(found)
+
+
+def _outside(device: Device, allocated: int) -> int | None:
+    """Pages of this process beyond ``allocated``, where the device's memory is among them."""
+    on_the_host = device.kind == "cpu" or device.emulated
+    return max(resident_bytes() - allocated, 0) if on_the_host else None
 
 
 class GoldenSizes:

@@ -86,11 +86,11 @@ def gather(run: Path, *, baselines: Path | None = None) -> dict[str, Any]:
         "baselines": sorted({v.baseline for v in verdicts if v.baseline}),
         "trainings": trainings,
         "band": _band(run, baselines) if baselines else None,
-        "provenance": read_json(run / PROVENANCE) if (run / PROVENANCE).is_file() else None,
+        "provenance": _provenance(run / PROVENANCE) if (run / PROVENANCE).is_file() else None,
         "stack": (run / STACK).read_text(encoding="utf-8") if (run / STACK).is_file() else "",
         "audit": _audit(side.get("audit")),
-        "memory": _memory(side.get("memory")),
-        "triage": side.get("triage"),
+        "memory": _memory(side.get("memory"), run / SIDE_FILES["memory"]),
+        "triage": _triage(side["triage"], run / SIDE_FILES["triage"]) if "triage" in side else None,
     }
 
 
@@ -244,13 +244,54 @@ def _audit(found: Any) -> dict[str, Any] | None:
     return {"totals": totals, "columns": columns, "rows": [[row.get(c, "") for c in columns] for row in rows]}
 
 
-def _memory(found: Any) -> list[dict[str, Any]] | None:
-    """The phases of ``alignment memory profile --json``."""
+def _memory(found: Any, path: Path) -> list[dict[str, Any]] | None:
+    """The phases of ``alignment memory profile --json``; the record of a profiler (``--trace``) has none."""
     phases = found.get("phases") if isinstance(found, Mapping) else None
-    if not isinstance(phases, list):
+    if phases is None:
         return None
-    highest = max((p.get("peak", 0) for p in phases if isinstance(p, Mapping)), default=0) or 1
-    return [{**p, "share": p.get("peak", 0) / highest} for p in phases if isinstance(p, Mapping)]
+    rows = _rows(phases, path, {"phase": str, "peak": (int, float), "modelled": (int, float)}, "memory profile")
+    for row in rows:
+        if not isinstance(row.setdefault("outside", None), (int, float, type(None))):
+            raise _other_shape(path, "a number or null as outside", "memory profile")
+    highest = max((row["peak"] for row in rows), default=0) or 1
+    return [{**row, "share": row["peak"] / highest} for row in rows]
+
+
+def _triage(found: Any, path: Path) -> dict[str, Any]:
+    """The axes of ``alignment triage --json``."""
+    axes = found.get("axes") if isinstance(found, Mapping) else None
+    return {"axes": _rows(axes, path, {"axis": str, "outcome": str, "reason": str}, "triage")}
+
+
+def _provenance(path: Path) -> dict[str, Any]:
+    """What made the run; sections that are none are left out."""
+    found = read_json(path)
+    if not isinstance(found, Mapping):
+        raise InputError("not the provenance of a run", where=path, expected="a mapping", found=type(found).__name__)
+    sections = ("fingerprint", "determinism", "packages")
+    return {key: value for key, value in found.items() if key not in sections or isinstance(value, Mapping)}
+
+
+def _rows(found: Any, path: Path, fields: Mapping[str, Any], command: str) -> list[dict[str, Any]]:
+    """``found`` as a list of mappings that have ``fields``: a page is not made of what another tool wrote."""
+    if not isinstance(found, list):
+        raise _other_shape(path, f"a list of rows with {', '.join(fields)}", command)
+    for row in found:
+        wrong = [
+            name for name, kind in fields.items() if not isinstance(row, Mapping) or not isinstance(row.get(name), kind)
+        ]
+        if wrong:
+            raise _other_shape(path, f"{', '.join(wrong)} in every row", command)
+    return [dict(row) for row in found]
+
+
+def _other_shape(path: Path, expected: str, command: str) -> InputError:
+    return InputError(
+        f"not what alignment {command} --json prints",
+        where=path,
+        expected=expected,
+        next_step="write it again, or move it out of the directory of the run",
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from alignment.cli import app
-from alignment.diagnose.long_replay import BAR, relative_error
+from alignment.diagnose.long_replay import BAR, METRICS, Drift, LongReplay, relative_error
 from alignment.errors import InputError
 
 FAULTS = Path(deliberate_faults.__file__)
@@ -32,6 +32,24 @@ def test_other_steps_and_no_loss_are_refused():
         relative_error(rows(1.0), rows(1.0, 2.0))
     with pytest.raises(InputError, match="0 throughout"):
         relative_error(rows(0.0), rows(0.0))
+
+
+def drift(metric: str, error: float, *noise: float) -> Drift:
+    return Drift(metric=metric, error=error, noise=noise, worst_step=1, worst_error=error)
+
+
+def test_what_has_no_bound_is_not_judged():
+    """The loss has the field's bar; the gradient norm has its envelope alone."""
+    loss, norm = METRICS
+    for drifts, words, outcome, code in (
+        ((drift(loss, 0.0), drift(norm, 0.0)), ["within", "not judged"], "inconclusive", 1),
+        ((drift(loss, 2 * BAR), drift(norm, 0.0)), ["OUTSIDE", "not judged"], "fail", 1),
+        ((drift(loss, 0.0, BAR), drift(norm, BAR, BAR)), ["within", "within"], "pass", 0),
+        ((drift(loss, 0.0, BAR), drift(norm, 9 * BAR, BAR)), ["within", "OUTSIDE"], "fail", 1),
+    ):
+        found = LongReplay(steps=1, drifts=drifts)
+        assert [d.judgement for d in found.drifts] == words
+        assert (found.to_dict()["outcome"], found.exit_code) == (outcome, code)
 
 
 def replayed(tmp_path, *arguments: str):
@@ -68,7 +86,15 @@ def test_a_replay_of_the_same_device_is_inside_and_a_fault_is_outside(tmp_path):
 
 def test_fewer_recorded_steps_than_asked_for(tmp_path):
     made = replayed(tmp_path, "--perturbations", "0")
-    assert made.exit_code == 0, made.output
+    assert made.exit_code == 1, made.output
+    told = json.loads(made.stdout)
+    assert told["outcome"] == "inconclusive" and told["drifts"][1]["within"] is None
+    record = ["--record", str(tmp_path / "run" / "record"), "--device", "cpu"]
+    shown = CliRunner().invoke(
+        app, ["replay", "--steps", "1", "--perturbations", "0", *record, "--run-dir", str(tmp_path / "shown")]
+    )
+    assert shown.exit_code == 1 and "noise not measured, not judged" in shown.stdout
+    assert "INCONCLUSIVE: without --perturbations" in shown.stdout
     short = CliRunner().invoke(
         app,
         [

@@ -103,3 +103,18 @@ def test_the_command_runs_every_setting(tmp_path):
     assert [effect["name"] for effect in document["effects"]] == ["temperature"]
     assert len(document["levels"]) == 4
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"base", "temperature"}
+
+
+def test_one_seed_has_no_interval_and_the_json_stays_json(tmp_path):
+    shown = CliRunner().invoke(
+        app,
+        ["ablate", "trainer.total_training_steps=1", "data.train_batch_size=16", "--seeds", "1", "--device", "cpu", "--json",
+         "--factor", "temperature:actor_rollout_ref.rollout.temperature=0.5", "--run-dir", str(tmp_path / "run")],
+    )  # fmt: skip
+    assert shown.exit_code == 0, shown.output
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    (effect,) = json.loads(shown.stdout, parse_constant=refuse)["effects"]
+    assert (effect["low"], effect["high"], effect["decided"]) == ("-inf", "inf", False)

@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from alignment.cli import app
-from alignment.devices.base import get_device
-from alignment.diagnose.memory_profile import outside_framework, profile_step, read_module_memory
+from alignment.devices.base import Device, get_device
+from alignment.diagnose import memory_profile
+from alignment.diagnose.memory_profile import PhaseMemory, outside_framework, profile_step, read_module_memory
 from alignment.errors import InputError
 from alignment.models.config import preset
 
@@ -102,3 +103,17 @@ def test_no_record_and_several(tmp_path):
 def test_the_command_takes_a_model_or_a_record():
     refused = CliRunner().invoke(app, ["memory", "profile"])
     assert isinstance(refused.exception, InputError) and "--trace" in str(refused.exception)
+
+
+@pytest.mark.parametrize("kind, emulated, measured", [("cpu", False, True), ("npu", True, True), ("npu", False, False), ("cuda", False, False)])  # fmt: skip
+def test_a_card_says_that_nothing_outside_was_measured(kind, emulated, measured, monkeypatch):
+    """The pages of the process are not the memory of a card: no number is better than 0."""
+    device = Device(kind=kind, emulated=emulated)
+    outside = memory_profile._outside(device, 0)
+    assert (outside is not None and outside > 0) if measured else outside is None
+    phase = PhaseMemory(phase="rollout", before=0, peak=2, after=1, outside=outside, modelled=2)
+    monkeypatch.setattr(memory_profile, "profile_step", lambda config, **sizes: (phase,))
+    shown = CliRunner().invoke(app, ["memory", "profile", "tiny-moonlight", "--device", "cpu"])
+    assert shown.exit_code == 0 and ("not measured" in shown.output) is not measured
+    told = CliRunner().invoke(app, ["memory", "profile", "tiny-moonlight", "--device", "cpu", "--json"])
+    assert json.loads(told.stdout)["phases"][0]["outside"] == outside

@@ -158,6 +158,78 @@ def test_several_runs_stand_beside_each_other(run, tmp_path):
     assert " ".join(reader.text).count("Training:") == 2
 
 
+def test_what_was_not_measured_is_no_number(run, tmp_path):
+    phases = [{"phase": "rollout", "peak": 2e6, "modelled": 2e6, "outside": None}]
+    write_json(run / "memory.json", {"phases": phases})
+    assert "not measured" in parsed(write_page([run], tmp_path / "page.html")).text
+
+
+@pytest.mark.parametrize(
+    "file, content, problem",
+    [
+        ("triage.json", {"error": "the run cannot be read"}, "alignment triage --json.*axis, outcome, reason"),
+        ("triage.json", {"axes": [{"axis": "data", "outcome": "pass"}]}, "expected reason in every row"),
+        ("triage.json", [1], "alignment triage --json"),
+        ("memory.json", {"phases": [{"phase": "rollout"}]}, "memory profile --json.*peak, modelled in every row"),
+        ("memory.json", {"phases": [{"phase": "x", "peak": 1, "modelled": 1, "outside": "?"}]}, "number or null"),
+        ("memory.json", {"phases": "none"}, "alignment memory profile --json"),
+        ("provenance.json", ["a"], "not the provenance of a run"),
+    ],
+)
+def test_a_file_of_another_shape_is_named(run, tmp_path, file, content, problem):
+    write_json(run / file, content)
+    with pytest.raises(InputError, match=f"(?s){file}.*{problem}"):
+        write_page([run], tmp_path / "page.html")
+
+
+def test_a_triage_and_a_profilers_record_are_shown_or_left_out(run, tmp_path):
+    write_json(run / "triage.json", {"axes": [{"axis": "data", "outcome": "pass", "reason": "the same prompts"}]})
+    write_json(run / "memory.json", {"components": [], "outside_framework": {}})
+    write_json(run / "provenance.json", {"commit": "c0ffee", "fingerprint": None})
+    text = " ".join(parsed(write_page([run], tmp_path / "page.html")).text)
+    assert "the same prompts" in text and "Memory by phase" not in text and "c0ffee" in text
+
+
+@pytest.mark.parametrize("json_wanted", [False, True], ids=["text", "json"])
+def test_verdicts_are_printed_though_nothing_can_be_written_after_them(tmp_path, monkeypatch, json_wanted):
+    from alignment.baseline import suite
+    from alignment.report import page, run_directory
+
+    def full(*arguments, **more):
+        raise OSError("no space left on the device")
+
+    def unreadable(*arguments, **more):
+        raise InputError("the stored curve is damaged", where="a baseline")
+
+    def told(outcomes):
+        command = ["run", "--device", "cpu", "--only", "unit", "--run-dir", str(tmp_path / "-".join(outcomes))]
+        monkeypatch.setattr(
+            suite, "run_suite", lambda setting, progress: [verdict(f"unit/{o}", Outcome(o)) for o in outcomes]
+        )
+        return CliRunner().invoke(app, [*command, *(["--json"] if json_wanted else [])])
+
+    whole = told(["pass"])
+    assert whole.exit_code == 0 and " was not written" not in whole.stderr
+    if not json_wanted:
+        assert "(stack in stack.yaml, machine and packages in provenance.json)" in whole.stdout
+    monkeypatch.setattr(run_directory, "write_stack", full)
+    monkeypatch.setattr(page, "write_page", unreadable)
+    for outcomes, code in ((["pass", "fail"], 1), (["pass", "pass"], 0)):
+        shown = told(outcomes)
+        assert shown.exit_code == code, shown.output
+        assert "stack.yaml was not written: no space left" in shown.stderr
+        assert "the page was not written: a baseline: the stored curve is damaged" in shown.stderr
+        if json_wanted:
+            document = json.loads(shown.stdout)
+            assert document["page"] is None and [v["outcome"] for v in document["verdicts"]] == outcomes
+        else:
+            assert ("MISALIGNED" in shown.stdout) is (code == 1)
+            assert "stack in" not in shown.stdout
+    monkeypatch.setattr(run_directory, "write_verdicts", full)
+    unstored = told(["pass"] * 3)
+    assert unstored.exit_code == 2 and "verdicts.json was not written" in unstored.stderr
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     with pytest.raises(InputError, match="there is no such directory"):
         gather(tmp_path / "nothing")
