@@ -37,7 +37,7 @@ def ablate(
     emulate_npu: EmulateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The effect of each change on the curve with an interval: one at a time, or every combination, on shared prompts."""
+    """The effect of each change on the curve with an interval, one at a time or every combination, on shared prompts."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -100,8 +100,8 @@ def replay(
     fault: FaultOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Mean relative loss error over replayed steps, beside the field's 1 % and the measured envelope; exit 1 outside, or
-    where nothing was measured to judge by."""
+    """Mean relative loss error over replayed steps, beside the field's 1 % and the measured envelope; exit 1 outside,
+    or where nothing was measured to judge by."""
     from alignment.baseline.runs import torch_name
     from alignment.diagnose.long_replay import BAR, long_replay
     from alignment.faults.injection import active

@@ -66,7 +66,8 @@ def show(check: str, subject: Optional[str] = None, history: FileOption = FILE, 
 
     series = _existing(history, History).series(check, subject=subject)
     if as_json:
-        print(json.dumps([{"run": n.run, "name": n.name, "day": n.day, "outcome": o, "used": u} for n, o, u in series], indent=1))
+        rows = [{"run": n.run, "name": n.name, "day": n.day, "outcome": o, "used": u} for n, o, u in series]
+        print(json.dumps(rows, indent=1))
         return
     _table(
         ("day", "run", "verdict", "budget used"),

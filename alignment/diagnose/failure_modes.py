@@ -17,8 +17,8 @@ from alignment.rl.batch_record import BatchRecord
 SPIKE = 10.0
 """A step is a spike where a metric exceeds the median of the window before it by this many scaled median deviations.
 
-The deviation is an estimate itself, so the rate is one of the window: simulated for independent normal values (4 million
-windows), 2.5e-6 per step with 20 values, and 2.8e-4 with 10, which is why no window is shorter than 20.
+The deviation is an estimate itself, so the rate is one of the window: simulated for independent normal values
+(4 million windows), 2.5e-6 per step with 20 values, and 2.8e-4 with 10, which is why no window is shorter than 20.
 """
 
 WINDOW = LEAST = 20

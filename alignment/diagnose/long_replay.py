@@ -21,8 +21,8 @@ BAR = 0.01
 """Mean relative loss error over 2 000 steps that the DeepSeek-V3 report takes as aligned."""
 
 METRICS = ("actor/loss", "actor/grad_norm")
-"""The loss is what the field quotes. With one update per step the ratio is 1 and the loss does not depend on the weights
-at all, so the gradient norm, which always does, is held to its own envelope beside it."""
+"""The loss is what the field quotes. With one update per step the ratio is 1 and the loss does not depend on the
+weights at all, so the gradient norm, which always does, is held to its own envelope beside it."""
 
 Rows = Sequence[Mapping[str, float]]
 
@@ -45,7 +45,8 @@ class Drift:
     @property
     def within(self) -> bool | None:
         """Inside the envelope, and for the loss under the field's bar; None where there is neither to judge by."""
-        bounds = [*([BAR] if self.metric == METRICS[0] else []), *([self.envelope] if self.envelope is not None else [])]
+        quoted = BAR if self.metric == METRICS[0] else None
+        bounds = [bound for bound in (quoted, self.envelope) if bound is not None]
         return all(self.error <= bound for bound in bounds) if bounds else None
 
     @property

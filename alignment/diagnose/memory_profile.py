@@ -2,8 +2,8 @@
 
 Three views of one number disagree for good reasons. The framework's allocator counts tensors; the process (or the card)
 also holds what never went through it: communication buffers, the runtime, memory an inference engine mapped itself. The
-model says what the tensors should be. Each phase shows all three, and the difference by name; what is outside is measured
-where the device is memory of this machine, and read from the profiler's record on a card.
+model says what the tensors should be. Each phase shows all three, and the difference by name; what is outside is
+measured where the device's memory is that of the machine, and read from the profiler's record on a card.
 """
 
 from __future__ import annotations

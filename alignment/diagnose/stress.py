@@ -1,9 +1,9 @@
-"""The same deterministic job on every card, compared in its bits: which card computes differently, and in which operation.
+"""The same deterministic job on every card, compared in its bits: which card computes differently, in which operation.
 
 Cards of one kind that run one binary on equal inputs have to give equal bits, once the kernels that add in the order in
-which blocks finish (split-k, atomics) are switched off, which every card does and verifies. So nothing is compared with a tolerance or
-a reference: the digests of a card are compared with those of the other cards (between cards) and with its own earlier
-ones (over time). The card in the minority is the odd one; the first operation whose digest differs is named.
+which blocks finish (split-k, atomics) are switched off, which every card does and verifies. So nothing is compared with
+a tolerance or a reference: the digests of a card are compared with those of the other cards (between cards) and with its
+own earlier ones (over time). The card in the minority is the odd one; the first operation whose digest differs is named.
 
 A fault that flips a bit of an output element with probability p is missed by a run of N elements with probability
 (1 − p)^N: the default run makes about 50 million elements on every card, so at p = 10⁻⁶ that is e⁻⁵⁰.
@@ -106,7 +106,7 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one card computed: ``digests`` by round and operation, in the order of ``OPERATIONS``; ``chip`` as the device
+    """What one card computed: ``digests`` by round and operation, in the order of ``OPERATIONS``; ``chip`` as it
     names itself; ``elements`` of output in all; ``switches`` of determinism that count on it, as they were verified."""
 
     card: Card
@@ -183,8 +183,8 @@ def judge(
 
     A card fails where it differs from its own first round, or from the majority of the cards of its chip in the first
     operation that any two of them see differently. Where no majority exists (two cards that disagree, each with itself
-    consistent), both are inconclusive. A lone card is compared over time only, and the reason says so. A card of ``lost``
-    gave no answer, which is an error.
+    consistent), both are inconclusive. A lone card is compared over time only, and the reason says so. A card of
+    ``lost`` gave no answer, which is an error.
 
     Raises:
         InputError: there is no record, or two are of different jobs.

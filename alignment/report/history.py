@@ -51,8 +51,8 @@ CREATE TABLE IF NOT EXISTS quarantine (
 class Night:
     """One night: ``accepted`` is what a person said, None where nobody did.
 
-    ``run`` tells nights apart: the directory's name, the day and a digest of what the run said, since two workspaces may
-    give their runs the same name. ``name`` is the directory's alone.
+    ``run`` tells nights apart: the directory's name, the day and a digest of what the run said, since two workspaces
+    may give their runs the same name. ``name`` is the directory's alone.
     """
 
     run: str
@@ -79,8 +79,8 @@ class Night:
 class Rate:
     """In how many accepted nights a check was red (each a false alarm), beside the rate it is made for.
 
-    A night is one alarm however many subjects of the check failed in it; an error and an inconclusive verdict are alarms
-    too, since somebody looks into them.
+    A night is one alarm however many subjects of the check failed in it; an error and an inconclusive verdict are
+    alarms too, since somebody looks into them.
     """
 
     check: str
@@ -375,9 +375,8 @@ def _flaky(name: str, told: Mapping[str, tuple[str, float | None]], nights: Sequ
     others = [n for n in alike if told[n.run][0] != told[last.run][0]]
     if not others:
         return []
-    detail = (
-        f"{told[last.run][0]} tonight, {told[others[-1].run][0]} in {others[-1].name} of the same commit, stack and chip"
-    )
+    other = others[-1]
+    detail = f"{told[last.run][0]} tonight, {told[other.run][0]} in {other.name} of the same commit, stack and chip"
     return [Concern(kind="flaky", check=name, detail=detail)]
 
 

@@ -1,8 +1,8 @@
 """One run as one self-contained HTML page: opens offline, asks nobody for anything.
 
-The page is a template, a style sheet and a script from ``templates/`` with the data of the run embedded as JSON. All that
-comes from a run is text: the template escapes it, and in the JSON ``<`` is written as an escape, so no name, path or
-message can become markup.
+The page is a template, a style sheet and a script from ``templates/`` with the data of the run embedded as JSON. All
+that comes from a run is text: the template escapes it, and in the JSON ``<`` is written as an escape, so no name, path
+or message can become markup.
 """
 
 from __future__ import annotations

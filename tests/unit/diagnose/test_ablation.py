@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from scipy import stats
+import scipy
 from typer.testing import CliRunner
 
 from alignment.cli import app
@@ -44,7 +44,7 @@ def test_the_interval_is_students_over_paired_seeds():
     """What a seed does to every setting cancels: its tens do not widen the interval."""
     told, levels = found((A,), full=False)
     differences = [levels[frozenset("a"), s] - levels[frozenset(), s] for s in SEEDS]
-    low, high = stats.t.interval(0.95, len(SEEDS) - 1, loc=sum(differences) / len(SEEDS), scale=stats.sem(differences))
+    low, high = scipy.stats.t.interval(0.95, len(SEEDS) - 1, loc=sum(differences) / len(SEEDS), scale=scipy.stats.sem(differences))
     assert (told["a"].low, told["a"].high) == (pytest.approx(low), pytest.approx(high))
     assert told["a"].decided
 
@@ -95,8 +95,8 @@ def test_the_command_refuses_an_unknown_key_before_the_first_run(tmp_path):
 def test_the_command_runs_every_setting(tmp_path):
     shown = CliRunner().invoke(
         app,
-        ["ablate", "trainer.total_training_steps=1", "data.train_batch_size=16", "--seeds", "2", "--device", "cpu", "--json",
-         "--factor", "temperature:actor_rollout_ref.rollout.temperature=0.5", "--run-dir", str(tmp_path / "run")],
+        ["ablate", "trainer.total_training_steps=1", "data.train_batch_size=16", "--seeds", "2", "--device", "cpu",
+         "--json", "--factor", "temperature:actor_rollout_ref.rollout.temperature=0.5", "--run-dir", str(tmp_path / "run")],
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
     document = json.loads(shown.stdout)
@@ -108,8 +108,8 @@ def test_the_command_runs_every_setting(tmp_path):
 def test_one_seed_has_no_interval_and_the_json_stays_json(tmp_path):
     shown = CliRunner().invoke(
         app,
-        ["ablate", "trainer.total_training_steps=1", "data.train_batch_size=16", "--seeds", "1", "--device", "cpu", "--json",
-         "--factor", "temperature:actor_rollout_ref.rollout.temperature=0.5", "--run-dir", str(tmp_path / "run")],
+        ["ablate", "trainer.total_training_steps=1", "data.train_batch_size=16", "--seeds", "1", "--device", "cpu",
+         "--json", "--factor", "temperature:actor_rollout_ref.rollout.temperature=0.5", "--run-dir", str(tmp_path / "run")],
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
 

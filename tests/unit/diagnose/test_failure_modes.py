@@ -99,7 +99,12 @@ PLANTED = {
     "shape mismatch": {"advantages": np.zeros((SAMPLES, RESPONSE + 1), dtype=np.float32)},
     "actor/reference misalignment": {"ref_log_prob": shifted(healthy().tensors["rollout_log_probs"])},
     "wrong response mask": {"response_mask": with_hole()},
-    "KL spike": {"metrics": {23: {"actor/ppo_kl": 0.01, "actor/kl_loss": 3.0}, **{s: {"actor/kl_loss": 0.01 * (1 + s % 3)} for s in range(1, 23)}}},
+    "KL spike": {
+        "metrics": {
+            **{s: {"actor/kl_loss": 0.01 * (1 + s % 3)} for s in range(1, 23)},
+            23: {"actor/ppo_kl": 0.01, "actor/kl_loss": 3.0},
+        }
+    },
     "grad-norm spike": {"metrics": {24: {"actor/grad_norm": 40.0}}},
     "dynamic-batch memory peak": {"config": DYNAMIC, **pinned()},
     "pipeline bubble": {"config": STAGED},

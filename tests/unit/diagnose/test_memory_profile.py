@@ -105,7 +105,10 @@ def test_the_command_takes_a_model_or_a_record():
     assert isinstance(refused.exception, InputError) and "--trace" in str(refused.exception)
 
 
-@pytest.mark.parametrize("kind, emulated, measured", [("cpu", False, True), ("npu", True, True), ("npu", False, False), ("cuda", False, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, emulated, measured",
+    [("cpu", False, True), ("npu", True, True), ("npu", False, False), ("cuda", False, False)],
+)
 def test_a_card_says_that_nothing_outside_was_measured(kind, emulated, measured, monkeypatch):
     """The pages of the process are not the memory of a card: no number is better than 0."""
     device = Device(kind=kind, emulated=emulated)
