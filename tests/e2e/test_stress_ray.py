@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from alignment.diagnose import stress_cards
@@ -25,3 +27,18 @@ def test_every_node_answers():
     assert not lost
     assert len({record.card.node for record in records}) == 2
     assert [verdict.outcome for verdict in judge(records)] == [Outcome.PASS, Outcome.PASS]
+
+
+@pytest.mark.slow
+def test_a_card_of_a_cluster_that_hangs_is_given_up(monkeypatch):
+    pytest.importorskip("ray")
+
+    def hanging(node: str, device: str, rank: int, **job: float) -> str:
+        while rank == 1:
+            time.sleep(1)
+        return "no record"
+
+    monkeypatch.setattr(stress_cards, "_job", hanging)
+    records, lost = stress_cards.on_a_cluster("cpu", address=None, per_node=2, rounds=1, minutes=0, timeout=20)
+    assert records == []
+    assert {card.rank: reason for card, reason in lost.items()}[1] == "no answer within 20 s"
