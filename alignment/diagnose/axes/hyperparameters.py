@@ -20,7 +20,7 @@ _WEIGHTS: tuple[tuple[int, str], ...] = (
         r"^(trainer\.(project_name|experiment_name|logger|default_local_dir|.*_freq|nnodes|n_gpus_per_node|device)|hydra\.)",
     ),
     (0, r"^(actor_rollout_ref\.model\.(path|tokenizer_path|hf_config_path)|data\.(train|val)_files)$"),
-    (0, r"(_dir$|num_workers|_timeout|nccl|profiler|tensorboard|dist_checkpointing_path)"),
+    (0, r"(_dir$|_workers$|_timeout|nccl|profiler|tensorboard|dist_checkpointing_path)"),
     (3, r"(reward|critic|teacher).*path$"),
     (
         3,
