@@ -167,7 +167,7 @@ class StackSearch:
             bad = reverted
         else:
             self._notes.append(f"after {MOST_CAUSES} causes the bad end without them is still not good: there are more")
-        return Answer(findings=findings, notes=self._notes, bound=findings[0].edges[0].bound if findings else 0)
+        return Answer(findings=findings, notes=self._notes, bound=sum(e.bound for f in findings for e in f.edges))
 
     def _explain(self, line: list[Stack]) -> list[Edge]:
         """The steps from good to bad along a line: one, or two where the value rests in between."""
@@ -176,7 +176,11 @@ class StackSearch:
         if first.high_zone is Zone.AMBIGUOUS and self._zone(line[-1]).zone is Zone.BAD:
             self._say(f"{first} leads only part of the way; looking for the rest")
             rest = [s for s in line[first.index :] if s.digest != first.high.digest]
-            edges.append(self._steady([first.high, *rest], NOT_BAD))
+            short = [first.high, *rest]
+            second = self._steady(short, NOT_BAD)
+            # Its place is counted on the shortened line; who reads it has the whole one.
+            place = next((i for i, s in enumerate(line) if s.digest == short[second.index].digest), first.index)
+            edges.append(replace(second, index=place))
         return edges
 
     # One search.
