@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from alignment.backends.megatron_model import engine_scope
-from alignment.errors import InputError
+from alignment.errors import InputError, UnavailableError
 from alignment.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def write(engine: MegatronTrainingEngine, directory: Path, *, source: str) -> No
 
     Raises:
         InputError: the directory exists and is not empty.
+        UnavailableError: this megatron-core and this torch do not work together here.
     """
     from megatron.core import dist_checkpointing
 
@@ -44,7 +47,15 @@ def write(engine: MegatronTrainingEngine, directory: Path, *, source: str) -> No
         directory.mkdir(parents=True, exist_ok=True)
     engine.groups.barrier()
     with engine_scope(engine.device):
-        dist_checkpointing.save(_sharded(engine), str(directory))
+        try:
+            dist_checkpointing.save(_sharded(engine), str(directory))
+        except (RuntimeError, TypeError) as error:
+            # It calls functions of torch.distributed.checkpoint that are not public: 0.12.1 does not know torch 2.13's.
+            raise UnavailableError(
+                f"this megatron-core does not write distributed checkpoints with this torch ({_last_line(error)})",
+                where=f"megatron-core {engine.version}, torch {torch.__version__}",
+                next_step="use the torch its release was made for, or load by the bridge",
+            ) from error
     engine.groups.barrier()
     if engine.groups.rank == 0:
         mark = {
@@ -148,6 +159,10 @@ def check(directory: Path, config: Mapping[str, Any]) -> None:
 
 def _sharded(engine: MegatronTrainingEngine) -> dict[str, Any]:
     return {_chunk(number): module.sharded_state_dict() for number, module in enumerate(engine.modules)}
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _chunk(number: int) -> str:

@@ -46,6 +46,8 @@ def written(tmp_path_factory):
     save_checkpoint(folder / "hf", CONFIG, weights(CONFIG))
     command = [sys.executable, "-m", "alignment", "checkpoint", "to-dist", str(folder / "hf"), str(folder / "dist")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=megatron_world.LIMIT_SECONDS)
+    if "does not write distributed checkpoints with this torch" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
     return folder / "dist"
 
