@@ -144,9 +144,7 @@ def data_parallel(run: RunData) -> int:
     the Ulysses size (FSDP). In runs of this project every rank has rows of its own
     (:class:`~alignment.rl.config.MegatronConfig`).
     """
-    config = run.config
-    world = int(config.get("trainer.n_gpus_per_node") or 1) * int(config.get("trainer.nnodes") or 1)
-    return max(1, world // _model_parallel(run)) if run.engine == "verl" else world
+    return max(1, run.world_size // _model_parallel(run)) if run.engine == "verl" else run.world_size
 
 
 def _model_parallel(run: RunData) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alignment.diagnose.run_data import world_size
 from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.rl.checkpoint import LATEST, STATE, finished
@@ -88,7 +89,7 @@ def _run_checkpoint(path: Path, ranks: int | None) -> Iterator[Symptom]:
     roles = sorted(child.name for child in path.iterdir() if child.is_dir())
     if not roles:
         yield Symptom(where=str(path), problem="no trained role was saved", expected="actor", found="nothing")
-    saved = _world_size(state)
+    saved = world_size(state.get("config") or {})
     wanted = ranks or saved
     if ranks is not None and ranks != saved:
         yield Symptom(
@@ -289,11 +290,6 @@ def _readable(file: Path) -> Iterator[Symptom]:
         _keys(file)
     except (SafetensorError, OSError) as error:
         yield Symptom(where=str(file), problem=f"truncated or not safetensors ({error})")
-
-
-def _world_size(state: Mapping[str, Any]) -> int:
-    config = state.get("config") or {}
-    return int(config.get("trainer.n_gpus_per_node") or 1) * int(config.get("trainer.nnodes") or 1)
 
 
 def _updates_per_step(state: Mapping[str, Any], role: str) -> int | None:

@@ -39,9 +39,26 @@ class RunData:
         """Steps whose batches are there."""
         return tuple(recorded_steps(self.directory))
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run, by its configuration."""
+        return world_size(self.config)
+
+    def provenance_hash(self, name: str) -> str | None:
+        """``model_hash`` or ``data_hash`` of the run's own record; None where it has none."""
+        try:
+            return read_json(self.directory / "run.json")["provenance"][name]
+        except (InputError, KeyError, TypeError):
+            return None
+
     def batch(self, step: int) -> BatchRecord | None:
         """The batch of a step, where it was recorded."""
         return read_batch(batch_path(self.directory, step)) if step in self.recorded else None
+
+
+def world_size(config: Mapping[str, Any]) -> int:
+    """``n_gpus_per_node · nnodes`` of a flat configuration; 1 where it does not say."""
+    return int(config.get("trainer.n_gpus_per_node") or 1) * int(config.get("trainer.nnodes") or 1)
 
 
 def open_run(directory: Path) -> RunData:

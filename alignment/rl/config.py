@@ -516,6 +516,18 @@ def load_config(
     return root.from_dict(_override(tree, overrides, root) if overrides or interpolates else tree)
 
 
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`flatten`: nested dictionaries from dotted keys."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dictionaries as one, with dotted keys."""
     flat: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from alignment.backends.golden_rollout import GoldenRollout
 from alignment.backends.rollout import SamplingParams
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import ModelConfig, preset
-from alignment.rl.config import TrainConfig
+from alignment.rl.config import TrainConfig, unflatten
 from alignment.rl.data import Prompt, PromptSet, prompt_batch
 from alignment.rl.tokenizer import Tokenizer, train_tokenizer
 from alignment.weights.checkpoint import save_checkpoint
@@ -106,14 +106,7 @@ def config(root: Path, **changes) -> TrainConfig:
         "trainer.save_freq": 0,
     }
     tree.update({key.replace("__", "."): value for key, value in changes.items()})
-    nested: dict = {}
-    for key, value in tree.items():
-        *parents, leaf = key.split(".")
-        section = nested
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
-    return TrainConfig.from_dict(nested)
+    return TrainConfig.from_dict(unflatten(tree))
 
 
 def halve_the_softmax_scale() -> None:

@@ -11,7 +11,7 @@ import dapo_world
 import torch
 
 from alignment.models.causal_lm import CausalLM
-from alignment.rl.config import flatten
+from alignment.rl.config import flatten, unflatten
 from alignment.rl.gkd_config import GkdConfig
 from alignment.rl.tokenizer import Tokenizer
 from alignment.weights.checkpoint import load_config, save_checkpoint
@@ -76,14 +76,7 @@ def config(world: Path, root: Path, **changes) -> GkdConfig:
         "trainer.save_freq": 0,
     }
     tree.update({key.replace("__", "."): value for key, value in changes.items()})
-    nested: dict = {}
-    for key, value in tree.items():
-        *parents, leaf = key.split(".")
-        section = nested
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[leaf] = value
-    made = GkdConfig.from_dict(nested)
+    made = GkdConfig.from_dict(unflatten(tree))
     assert flatten(GkdConfig.from_dict(made.to_dict()).to_dict()) == flatten(made.to_dict())
     return made
 

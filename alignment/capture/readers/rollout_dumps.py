@@ -45,18 +45,11 @@ _TRANSFER_RECORDS = ("tensordict.", "transfer_queue.", "torch.nested._internal."
 """What a batch of verl's transfer queue is made of beside tensors; a nested tensor comes as its parts."""
 
 
-class RolloutLines:
-    """``rollout_data_dir``, or one of its files. See :class:`~alignment.capture.record.CaptureReader`.
+class _DriverFiles:
+    """What both kinds of rollouts are: files by step, of one stage and of the driver alone."""
 
-    Raises:
-        InputError: there are no such files.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = Path(root)
-        self._files = _line_files(self.root)
-        if not self._files:
-            raise InputError("there are no rollouts", where=root, expected="<step>.jsonl")
+    root: Path
+    _files: dict[int, Any]
 
     def steps(self) -> list[int]:
         """See :class:`~alignment.capture.record.CaptureReader`."""
@@ -70,16 +63,33 @@ class RolloutLines:
         """The driver."""
         return [0] if step in self._files and stage == STAGE else []
 
+    def _require(self, step: int, stage: str, rank: int) -> None:
+        if rank not in self.ranks(step, stage):
+            raise InputError(
+                "there is no such step, stage and rank", where=self.root, found=f"step {step}, {stage}, rank {rank}"
+            )
+
+
+class RolloutLines(_DriverFiles):
+    """``rollout_data_dir``, or one of its files. See :class:`~alignment.capture.record.CaptureReader`.
+
+    Raises:
+        InputError: there are no such files.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+        self._files = _line_files(self.root)
+        if not self._files:
+            raise InputError("there are no rollouts", where=root, expected="<step>.jsonl")
+
     def describe(self) -> dict[str, Any]:
         """Format and steps."""
         return {"format": "verl rollout_data_dir", "steps": len(self._files)}
 
     def rows(self, step: int, stage: str, rank: int) -> Iterator[TensorRow]:
         """A row per column; ``keys`` are hashes of the prompt, so that samples in another order are paired."""
-        if rank not in self.ranks(step, stage):
-            raise InputError(
-                "there is no such step, stage and rank", where=self.root, found=f"step {step}, {stage}, rank {rank}"
-            )
+        self._require(step, stage, rank)
         path = self._files[step]
         columns, keys = _columns(path)
         order = 0
@@ -91,7 +101,7 @@ class RolloutLines:
                 order += 1
 
 
-class SkippedRollouts:
+class SkippedRollouts(_DriverFiles):
     """Batches of skip-rollout below a folder. See :class:`~alignment.capture.record.CaptureReader`.
 
     Raises:
@@ -117,28 +127,13 @@ class SkippedRollouts:
             )  # fmt: skip
         self._files = dict(sorted(self._files.items()))
 
-    def steps(self) -> list[int]:
-        """See :class:`~alignment.capture.record.CaptureReader`."""
-        return list(self._files)
-
-    def stages(self, step: int) -> list[str]:
-        """The one stage."""
-        return [STAGE] if step in self._files else []
-
-    def ranks(self, step: int, stage: str) -> list[int]:
-        """The driver."""
-        return [0] if step in self._files and stage == STAGE else []
-
     def describe(self) -> dict[str, Any]:
         """Format and steps."""
         return {"format": "skip-rollout", "steps": len(self._files)}
 
     def rows(self, step: int, stage: str, rank: int) -> Iterator[TensorRow]:
         """A row per tensor and per array of numbers; ``call`` is the number of the batch within the step."""
-        if rank not in self.ranks(step, stage):
-            raise InputError(
-                "there is no such step, stage and rank", where=self.root, found=f"step {step}, {stage}, rank {rank}"
-            )
+        self._require(step, stage, rank)
         order = 0
         for call, path in enumerate(
             p for p in self._files[step] if p.name != "new_batch.dp" or len(self._files[step]) == 1

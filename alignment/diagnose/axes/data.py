@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.run_stages import RunData
-from alignment.errors import InputError
-from alignment.files import read_json
 from alignment.rl.batch_record import BatchRecord
 from alignment.rl.tracking import GROUPS, read_series
 
@@ -56,7 +53,7 @@ def check(dut: RunData, baseline: RunData) -> AxisReport:
             found = _tokens(step, *pair)
             if found:
                 findings.append(found)
-    hashes = [_hash(run.directory) for run in (dut, baseline)]
+    hashes = [run.provenance_hash("data_hash") for run in (dut, baseline)]
     if not findings and None not in hashes and hashes[0] != hashes[1]:
         findings.append(
             Finding(
@@ -117,10 +114,3 @@ def _in_order(steps: Sequence[int]) -> list[int]:
 
 def _name(prompts: Sequence[str], place: int) -> str:
     return repr(prompts[place])[:60] if place < len(prompts) else "none"
-
-
-def _hash(directory: Path) -> str | None:
-    try:
-        return read_json(directory / "run.json")["provenance"]["data_hash"]
-    except (InputError, KeyError, TypeError):
-        return None

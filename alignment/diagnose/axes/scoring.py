@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from alignment.diagnose.run_stages import RunData, StageVerdict
 from alignment.errors import InputError
 from alignment.numerics.verdict import Outcome
 from alignment.rl.batch_record import BatchRecord
-from alignment.rl.config import TrainConfig
+from alignment.rl.config import TrainConfig, unflatten
 
 AXIS = AXES[5]
 SHOWN = 3
@@ -53,7 +52,7 @@ def rescored(run: RunData) -> list[str] | None:
     from alignment.rl.tokenizer import Tokenizer
 
     try:
-        config = TrainConfig.from_dict(_nested(run.config))
+        config = TrainConfig.from_dict(unflatten(run.config))
         tokenizer = Tokenizer(config.actor_rollout_ref.model.path)
         prompts = {prompt.prompt_id: prompt for prompt in load_prompts(config, tokenizer)}
     except InputError:
@@ -96,14 +95,3 @@ def _penalty(config: TrainConfig, length: int) -> float:
         buffer_len=buffer.len,
         penalty_factor=buffer.penalty_factor,
     )
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        *path, last = name.split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return tree

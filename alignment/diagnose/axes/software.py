@@ -65,7 +65,7 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
 
 
 def _computed(parted: StageVerdict, dut: RunData, baseline: RunData, bisect: str) -> Finding:
-    ranks = [_ranks(run) for run in (dut, baseline)]
+    ranks = [run.world_size for run in (dut, baseline)]
     capture = f"alignment compare {baseline.directory} {dut.directory}, both run with capture.detail=sketch"
     if parted.stage == "update_actor" and ranks[0] != ranks[1] and ranks[0] > 1 and _beyond(parted, baseline):
         return Finding(
@@ -89,10 +89,6 @@ def _beyond(parted: StageVerdict, baseline: RunData) -> bool:
     return any(
         m.value > COMMUNICATION * abs(values[m.name]) for m in parted.measures if m.name in values and not m.within
     )
-
-
-def _ranks(run: RunData) -> int:
-    return int(run.config.get("trainer.n_gpus_per_node", 1) or 1) * int(run.config.get("trainer.nnodes", 1) or 1)
 
 
 def _stack(directory: Path) -> Stack | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.garbled import Garbled
 from alignment.diagnose.run_stages import RunData, StageVerdict
-from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.numerics.verdict import Outcome
 
@@ -49,7 +48,7 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbl
         findings += _tensors(*folders)
         compared.append("configuration and tensors of the first weights agree")
     else:
-        hashes = [_hash(run.directory) for run in (dut, baseline)]
+        hashes = [run.provenance_hash("model_hash") for run in (dut, baseline)]
         if None not in hashes:
             compared.append("the first weights have one hash")
             if hashes[0] != hashes[1]:
@@ -137,10 +136,3 @@ def _lazily(folder: Path) -> Iterator[tuple[str, object]]:
 
         for name in names:
             yield name, lambda name=name, load=load: load(name)
-
-
-def _hash(directory: Path) -> str | None:
-    try:
-        return read_json(directory / "run.json")["provenance"]["model_hash"]
-    except (InputError, KeyError, TypeError):
-        return None
