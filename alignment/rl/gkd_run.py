@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment.errors import InputError
-from alignment.files import write_json
 from alignment.rl import checkpoint
 from alignment.rl.driver import Progress
 from alignment.rl.executor import Executor, Placement, WorkerGroup
@@ -18,11 +17,10 @@ from alignment.rl.gkd_trainer import COMPLETIONS, GkdTrainer, resume_fingerprint
 from alignment.rl.mock_rollout import hash_checkpoint
 from alignment.rl.observers import ObserverSpec, driver_observers
 from alignment.rl.run import (
-    CONFIG,
-    RUN,
     SOURCE_ROOT,
     RunResult,
     comparison_fingerprint,
+    fit_recorded,
     located,
     make_executor,
     open_collector,
@@ -31,7 +29,7 @@ from alignment.rl.run import (
 )
 from alignment.rl.teacher_replicas import TeacherReplicas
 from alignment.rl.tokenizer import Tokenizer
-from alignment.rl.tracking import Tracker, keep_steps
+from alignment.rl.tracking import keep_steps
 from alignment.rl.worker import WorkerSetting
 from alignment.weights.checkpoint import load_config as load_model_config
 
@@ -126,16 +124,10 @@ def run_gkd(
                 "config_hash": config.config_hash(),
             },
         }
-        # From here on the directory belongs to this run; whatever could be refused has been.
-        write_json(run_dir / CONFIG, config.to_dict())
-        write_json(run_dir / RUN, {**identity, "workers": about, "teacher": config.teacher_kind.value})
-        if collector is not None:
-            collector.begin()
         if completions is not None:
             keep_steps(completions, trainer.step)
-        board = "tensorboard" in config.trainer.logger
-        with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
-            trainer.fit(tracker)
+        about_run = {**identity, "workers": about, "teacher": config.teacher_kind.value}
+        fit_recorded(trainer, config, run_dir, about_run, collector)
     finally:
         watching.close()
         executor.shutdown()

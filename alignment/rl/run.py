@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from alignment.rl import checkpoint
 from alignment.rl.batch_record import BatchRecorder
 from alignment.rl.config import COLLECTOR_KEY, DEVICE_ONLY_FIELDS, RunConfig, SkipConfig, TrainConfig
 from alignment.rl.data import PromptSet, from_parquet
+from alignment.rl.driver import Driver
 from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
 from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
 from alignment.rl.observers import ObserverSpec, driver_observers, named_object
@@ -159,20 +160,29 @@ def run_dapo(
                 "config_hash": config.config_hash(),
             },
         }
-        # From here on the directory belongs to this run; whatever could be refused has been.
-        write_json(run_dir / CONFIG, config.to_dict())
-        write_json(run_dir / RUN, {**identity, "workers": about})
-        if collector is not None:
-            collector.begin()
-        board = "tensorboard" in config.trainer.logger
-        with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
-            trainer.fit(tracker)
+        fit_recorded(trainer, config, run_dir, {**identity, "workers": about}, collector)
     finally:
         watching.close()
         executor.shutdown()
         if collector is not None:
             collector.end()
     return read_run(run_dir)
+
+
+def fit_recorded(
+    trainer: Driver, config: RunConfig, run_dir: Path, about: Mapping[str, Any], collector: Any | None
+) -> None:
+    """Writes what the run is (``config.json``, ``run.json``) and trains to the end under a tracker.
+
+    From here on the directory belongs to this run; whatever could be refused has been.
+    """
+    write_json(run_dir / CONFIG, config.to_dict())
+    write_json(run_dir / RUN, about)
+    if collector is not None:
+        collector.begin()
+    board = "tensorboard" in config.trainer.logger
+    with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
+        trainer.fit(tracker)
 
 
 def replay_steps(
