@@ -402,6 +402,8 @@ def test_defect_a_tied_head_is_never_loaded(tmp_path):
     with world.engine(load_format="safetensors", way_rounds=without("tied_head")) as engine:
         found = world.check(engine)
     if failed(found):
-        assert failed(found) == {"undeclared_tensors", "prefill", "decode"}, reasons(found)
+        # What uninitialised memory makes of the logits is not determined: it may even hold a copy of the embedding
+        # that was freed before. That no update reaches the head is.
+        assert {"undeclared_tensors"} <= failed(found) <= {"undeclared_tensors", "prefill", "decode"}, reasons(found)
         assert found["undeclared_tensors"].reason.endswith("lm_head.weight")
     show(bool(failed(found)))
