@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 import vllm_world
-from vllm_world import failed, live_defect, reasons, show, without
+from vllm_world import failed, live_defect, nan_in_new_memory, reasons, show, without
 
 from alignment.backends.load_format_table import load_format_table
 from alignment.backends.rollout import SamplingParams
@@ -291,7 +291,8 @@ def test_a_partial_layerwise_reload_is_completed(world, packed):
 def test_defect_a_partial_layerwise_reload_destroys_what_was_not_sent(world, packed):
     packed.use_way_rounds(without("partial_reload"))
     try:
-        partly(world, packed)
+        with nan_in_new_memory():
+            partly(world, packed)
         found = world.check(packed)
     finally:
         packed.use_way_rounds(WAY_ROUNDS)
@@ -399,11 +400,10 @@ def test_defect_latent_norms_use_the_epsilon_of_the_others(tmp_path):
 @live_defect("tie_word_embeddings is ignored and the head stays uninitialised")
 def test_defect_a_tied_head_is_never_loaded(tmp_path):
     world = vllm_world.moonlight(tmp_path, tie_word_embeddings=True)
-    with world.engine(load_format="safetensors", way_rounds=without("tied_head")) as engine:
+    # The memory of the head may be a copy of the embedding that was freed before: then its logits are right.
+    with nan_in_new_memory(), world.engine(load_format="safetensors", way_rounds=without("tied_head")) as engine:
         found = world.check(engine)
     if failed(found):
-        # What uninitialised memory makes of the logits is not determined: it may even hold a copy of the embedding
-        # that was freed before. That no update reaches the head is.
-        assert {"undeclared_tensors"} <= failed(found) <= {"undeclared_tensors", "prefill", "decode"}, reasons(found)
+        assert failed(found) == {"undeclared_tensors", "prefill", "decode"}, reasons(found)
         assert found["undeclared_tensors"].reason.endswith("lm_head.weight")
     show(bool(failed(found)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,20 @@ def show(signature: bool) -> None:
 def without(*names: str) -> frozenset[str]:
     """All ways round but these."""
     return frozenset(WAY_ROUNDS) - set(names)
+
+
+@contextlib.contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """New tensors hold NaN until they are written, so that what nobody writes cannot be right by what was there."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class World:
