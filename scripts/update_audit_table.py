@@ -16,7 +16,12 @@ from alignment.report.audit_view import BEGIN, END, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs" / "audit.json"
-PAGES = (ROOT / "docs" / "faults.md", ROOT / "README.md", ROOT / "README.zh-CN.md")
+PAGES = (
+    ROOT / "docs" / "faults.md",
+    ROOT / "docs" / "faults.zh-CN.md",
+    ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+)
 
 
 def with_table(text: str, table: str) -> str:
