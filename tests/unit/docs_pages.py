@@ -1,0 +1,240 @@
+"""The pages of the documentation as the tests read them: headings, links, fenced blocks, and the commands in these."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TWIN = ".zh-CN.md"
+NEEDS = {
+    "npu": "an NPU, real or at scale",
+    "gpu": "a CUDA GPU",
+    "cluster": "several nodes, or a service that runs there",
+    "container": "a container engine and an image",
+    "engine": "an engine that is no dependency; executed where it is installed",
+    "source": "somebody's source, run or installation, which is not here",
+    "network": "more of the network than the package index",
+    "long": "longer than a test may take",
+    "elsewhere": "nothing more, but another test executes it",
+}
+"""What keeps a command from being executed with the page it stands on. It is parsed all the same."""
+
+_FENCE = re.compile(r"^(?P<indent> *)(?P<mark>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=mark)[ \t]*$", re.M | re.S)
+_DECLARATION = re.compile(r"<!--\s*(needs (?P<kind>\w+)|exits (?P<code>\d+))(?P<only> for (?:`[^`]+`(?:, )?)+)?: (?P<why>[^>]+?)\s*-->")
+_OPERATORS = {"&&", "||", "|", ";", "&", "(", ")", "|&", ";;"}
+
+
+def english_pages() -> list[Path]:
+    """README and every page of docs/ in English, as paths from the root."""
+    pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    return [p.relative_to(ROOT) for p in pages if not p.name.endswith(TWIN)]
+
+
+def twin_of(page: Path) -> Path:
+    """Where the Chinese twin of an English page lies."""
+    return page.with_name(page.name.removesuffix(".md") + TWIN)
+
+
+def without_fences(text: str) -> str:
+    """The page without its fenced blocks and HTML comments, which hold no headings and no links."""
+    return re.sub(r"<!--.*?-->", "", _FENCE.sub("", text), flags=re.S)
+
+
+def headings(text: str) -> list[tuple[int, str]]:
+    """Level and text of each heading."""
+    return [(len(m[1]), m[2].strip()) for m in re.finditer(r"^(#{1,6}) +(.+?)(?: +#+)?$", without_fences(text), flags=re.M)]
+
+
+def anchor(heading: str) -> str:
+    """The anchor that code hosts and MkDocs (toc with pymdownx' slugs, case lower) both give a heading."""
+    shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "").lower()
+    return re.sub(r"[^\w\- ]", "", shown).strip().replace(" ", "-")
+
+
+def anchors(text: str) -> set[str]:
+    """Every anchor of a page; a repeated heading is numbered."""
+    found: dict[str, int] = {}
+    for _, heading in headings(text):
+        name = anchor(heading)
+        found[name] = found.get(name, -1) + 1
+        if found[name]:
+            found[f"{name}-{found[name]}"] = 0
+    return set(found) | set(re.findall(r'(?:id|name)="([^"]+)"', text))
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links and images, without titles."""
+    prose = re.sub(r"`[^`\n]*`", "`code`", without_fences(text))
+    inline = re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", prose)
+    return inline + re.findall(r"^\[[^\]]+\]:\s*(\S+)", prose, flags=re.M)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block: its language, its text without the fence's indentation, and what is declared before it."""
+
+    language: str
+    text: str
+    line: int
+    declarations: tuple[re.Match, ...] = ()
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page in order."""
+    found = []
+    end = 0
+    for fence in _FENCE.finditer(text):
+        before = text[end : fence.start()]
+        end = fence.end()
+        # Only comments that directly precede the fence declare something about it.
+        tail = re.search(r"((?:<!--(?:(?!-->).)*-->\s*)*)$", before, flags=re.S)
+        found.append(
+            Block(
+                language=(fence["info"].split() or [""])[0],
+                text=re.sub(rf"^{fence['indent']}", "", fence["text"], flags=re.M),
+                line=text.count("\n", 0, fence.start()) + 1,
+                declarations=tuple(_DECLARATION.finditer(tail[1] if tail else "")),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One complete statement of a bash block: a line with its continuation lines and here-documents."""
+
+    page: Path
+    line: int
+    text: str
+    needs: str | None = None
+    why: str = ""
+    exits: int = 0
+    used: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for messages."""
+        return f"{self.page}:{self.line}"
+
+
+def statements(text: str) -> list[tuple[int, str]]:
+    """Complete statements of a shell text with the line each starts at; comment lines are left out."""
+    lines, found, i = text.splitlines(), [], 0
+    while i < len(lines):
+        start, gathered = i, lines[i]
+        while _unfinished(gathered) and i + 1 < len(lines):
+            i += 1
+            gathered += "\n" + lines[i]
+        here = re.search(r"<<-?\s*['\"]?(\w+)['\"]?", _without_comment(gathered))
+        while here and i + 1 < len(lines):
+            i += 1
+            gathered += "\n" + lines[i]
+            if lines[i].strip() == here[1]:
+                break
+        i += 1
+        if _without_comment(gathered).strip():
+            found.append((start, gathered))
+    return found
+
+
+def _unfinished(text: str) -> bool:
+    if _without_comment(text).rstrip(" ").endswith("\\"):
+        return True
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        return True
+    depth = sum({"do": 1, "then": 1, "done": -1, "fi": -1}.get(word.rstrip(";"), 0) for word in words)
+    return depth > 0 or (bool(words) and words[0] in ("for", "while", "if", "until") and not any(w.rstrip(";") in ("done", "fi") for w in words))
+
+
+def _without_comment(text: str) -> str:
+    """`text` up to a # that starts a word outside quotes."""
+    quote = ""
+    for i, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character == "#" and (i == 0 or text[i - 1].isspace()):
+            return text[:i]
+    return text
+
+
+def without_comments(text: str) -> str:
+    """A block of shell, YAML, TOML or Python without its comments and blank lines, which are in the language of the page."""
+    kept = []
+    for line in text.splitlines():
+        bare = _without_comment(line).rstrip()
+        if bare.strip():
+            kept.append(bare)
+    return "\n".join(kept)
+
+
+def commands(page: Path) -> list[Command]:
+    """Every statement of the page's bash blocks, with what the comments before the blocks declare."""
+    found = []
+    for block in blocks((ROOT / page).read_text(encoding="utf-8")):
+        if block.language != "bash":
+            continue
+        for offset, text in statements(block.text):
+            needs, why, exits, used = None, "", 0, []
+            for declared in block.declarations:
+                beginnings = re.findall(r"`([^`]+)`", declared["only"] or "")
+                if beginnings and not any(text.startswith(b) for b in beginnings):
+                    continue
+                used += [b for b in beginnings if text.startswith(b)]
+                if declared["kind"]:
+                    needs, why = declared["kind"], declared["why"]
+                else:
+                    exits = int(declared["code"])
+            found.append(
+                Command(page=page, line=block.line + 1 + offset, text=text, needs=needs, why=why, exits=exits, used=tuple(used))
+            )
+    return found
+
+
+def simple_commands(text: str) -> list[list[str]]:
+    """The words of every simple command in a statement, without redirections and here-documents."""
+    head = re.split(r"<<-?\s*['\"]?\w+['\"]?", text)[0] if re.search(r"<<-?\s*['\"]?\w", text) else text
+    inner = re.findall(r"\$\(([^()]*)\)", head)
+    flat = re.sub(r"\\\n", " ", re.sub(r"\$\([^()]*\)", "substituted", head))
+    found: list[list[str]] = []
+    for line in flat.split("\n"):
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        words: list[str] = []
+        skip = False
+        for word in _lexed(_without_comment(line)):
+            if skip:
+                skip = False
+            elif word in _OPERATORS:
+                found.append(words)
+                words = []
+            elif re.fullmatch(r"[<>]+&?|&>+|>&", word):
+                skip = True
+                if words and words[-1].isdigit():
+                    words.pop()
+            else:
+                words.append(word)
+        found.append(words)
+    for nested in inner:
+        found += simple_commands(nested)
+    return [w for w in map(_bare, found) if w]
+
+
+def _lexed(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;()<>")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return list(lexer)
+
+
+def _bare(words: list[str]) -> list[str]:
+    """Without the variables set for it and the keywords before it."""
+    while words and (re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], flags=re.S) or words[0] in ("do", "then", "else", "!", "{", "time")):
+        words = words[1:]
+    return [] if not words or words[0] in ("done", "fi", "}", "for") else words
