@@ -12,6 +12,8 @@ How things are judged, A being the run that is trusted:
   its trainer on the same tokens: the *gap* of A, measured at the same step. The bound is :data:`FACTOR` times that.
 * The gap of B against the gap of A says whether B's engine holds the weights of B's trainer. A gap before the first
   update is a first synchronisation that did not happen or was incomplete; later it is the one after the last update.
+  Where engine and trainer of B agree with each other better than either agrees with A, both compute another function,
+  and a gap of another size is its rounding.
 * Where every sample draws with a seed of its own, two runs with equal distributions draw equal tokens, unless a draw
   falls between the two: the expected number of such samples is at most the sum of the gap over all tokens, and more of
   them than chance allows (Poisson, :data:`FALSE_ALARM`) is a difference.
@@ -183,12 +185,28 @@ def _judge_sync(step: int, pair: SamplePairs, gaps, state: _State):
     engine, _ = pair.shared("rollout_log_probs")
     trainer, _ = pair.shared("old_log_probs")
     bound = FACTOR * max(float(gaps[0].max(initial=0.0)), _floor(pair))
+    if _moved_together(engine, trainer, gaps[1]):
+        text = "engine and trainer of this run are closer to each other than to the first run: not the weight sync"
+        yield _unjudged(step, "weight_sync", text, measures)
+        return
     stage, what = "weight_sync", "the inference engine computes with other weights than the trainer"
     if len(engine) and float(np.abs(engine).max()) <= bound < float(np.abs(trainer).max()):
         stage, what = "old_log_prob", "the trainer's log-probs differ from both engines'"
     moment = "the first synchronisation" if step == 1 else f"the synchronisation after step {step - 1}"
     detail = f"{what}: {moment}" if stage == "weight_sync" else what
     yield _failed(step, stage, detail, "trainer − engine log-prob", state, measures)
+
+
+def _moved_together(engine: np.ndarray, trainer: np.ndarray, gap: np.ndarray) -> bool:
+    """Whether engine and trainer of b part from a's alike, and by far more than from each other.
+
+    A synchronisation that failed leaves one of the two where it is in a. Where both moved, the gap is the rounding of
+    another function: a fault that both share, which the rollout's log-probs name.
+    """
+    if not (len(engine) and len(trainer) and np.isfinite(gap).all()):
+        return False
+    own = FACTOR * float(gap.mean())
+    return min(float(np.abs(engine).mean()), float(np.abs(trainer).mean())) > own
 
 
 def _judge_rollout(a: RunData, b: RunData, step: int, pair: SamplePairs, gaps, state: _State):

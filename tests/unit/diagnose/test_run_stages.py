@@ -37,10 +37,10 @@ class Policy:
 def train(
     root, *, temperature=1.0, stale_at=(), score_bug_at=None, old_bug_at=None, advantage_bug_at=None,
     update_bug_at=None, noise_seed=0, grad_noise=0.0, paired=True, prompts_from=0, metrics_only=False,
-    not_finite_at=None, lr=1e-3, seed=5,
+    not_finite_at=None, lr=1e-3, seed=5, model=1, gap=GAP,
 ):  # fmt: skip
     """A run of STEPS steps: sampling by inverse CDF with a uniform draw per sample and position."""
-    trainer, engine = Policy(1), Policy(1)
+    trainer, engine = Policy(model), Policy(model)
     noise = np.random.Generator(np.random.Philox(1000 + noise_seed))
     lines = []
     for step in range(1, STEPS + 1):
@@ -56,7 +56,7 @@ def train(
                 last, tokens, ours, theirs = prompt % VOCAB, [], [], []
                 for draw in draws:
                     # the noise is in the distribution that is drawn from, as an engine's is
-                    seen = engine.log_probs(last, temperature) + noise.uniform(-GAP, GAP)
+                    seen = engine.log_probs(last, temperature) + noise.uniform(-gap, gap)
                     token = int(min(np.searchsorted(np.exp(seen).cumsum(), draw), VOCAB - 1))
                     tokens.append(token)
                     ours.append(seen[token])
@@ -89,12 +89,12 @@ def train(
         if not metrics_only:
             record = BatchRecord(step=step, tensors=tensors, prompt_ids=tuple(names), samples=tuple(numbers))
             write_batch(batch_path(root, step), record)
-        gap = np.abs(tensors["old_log_probs"].astype(float) - tensors["rollout_log_probs"])
+        apart = np.abs(tensors["old_log_probs"].astype(float) - tensors["rollout_log_probs"])
         metrics = {
             "actor/grad_norm": float(np.abs(advantages).sum()) * (1.0 + grad_noise * noise.uniform(-1, 1)),
             "actor/lr": lr,
             "critic/score/mean": float(total.mean()),
-            "training/rollout_log_probs_abs_diff_mean": float(gap.mean()),
+            "training/rollout_log_probs_abs_diff_mean": float(apart.mean()),
         }
         if step == not_finite_at:
             del metrics["actor/grad_norm"]
@@ -153,6 +153,16 @@ def test_a_planted_divergence_is_named_at_its_stage(a, tmp_path, fault, where, s
     assert re.search(said, verdicts[-1].reason), verdicts[-1].reason
     assert verdicts[-1].outcome is Outcome.FAIL, "the comparison ends with the first failure"
     assert all(v.outcome is not Outcome.FAIL for v in verdicts[:-1])
+
+
+def test_a_model_that_is_wrong_in_engine_and_trainer_alike_is_not_called_a_stale_synchronisation(a, tmp_path):
+    # its log-probs have another size, and with it another rounding
+    first = first_divergence(compare_runs(a, train(tmp_path / "b", model=7, gap=10 * GAP)))
+    assert (first.step, first.stage) == (1, "rollout")
+    assert "log-probs differ" in first.reason
+    stale = train(tmp_path / "c", model=7, gap=10 * GAP, stale_at=(1,))
+    sync = next(v for v in compare_runs(a, stale, stop=False) if v.stage == "weight_sync")
+    assert sync.outcome is Outcome.FAIL, sync
 
 
 def test_without_seeds_per_sample_log_probs_are_judged_and_tokens_are_not(tmp_path):
