@@ -45,8 +45,16 @@ KlType = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k1+", "k3+
 class DataConfig:
     """Prompts. Sizes are in prompts, lengths in tokens.
 
-    ``train_files`` are parquet files in verl's format, or JSON files of materialised prompts. ``gen_batch_size`` is how
-    many prompts one generation round takes when dynamic sampling is on (inherits ``train_batch_size``).
+    Attributes:
+        train_files: parquet files in verl's format, or JSON files of materialised prompts.
+        prompt_key: column of the parquet files that holds the messages.
+        reward_fn_key: column of the data source, for verl; the pipelines here read ``data_source``.
+        max_prompt_length: longest prompt; prompts are padded to it on the left.
+        max_response_length: most tokens that are generated for a prompt.
+        train_batch_size: prompts of one training step.
+        gen_batch_size: prompts of one generation round when dynamic sampling is on (inherits ``train_batch_size``).
+        shuffle: draw the order of the prompts anew in every epoch.
+        seed: of that order.
     """
 
     train_files: tuple[str, ...] = ()
@@ -62,9 +70,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """``path`` is a Hugging Face checkpoint directory, ``dtype`` the dtype of the trained weights and their compute.
+    """The policy's checkpoint and how it is computed.
 
-    ``use_fused_kernels`` computes log-probs without ever holding the logits (:mod:`alignment.rl.fused_head`).
+    Attributes:
+        path: a Hugging Face checkpoint directory.
+        dtype: of the trained weights and their compute.
+        use_fused_kernels: log-probs without ever holding the logits (:mod:`alignment.rl.fused_head`).
     """
 
     path: str = ""
@@ -74,7 +85,17 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSettings:
-    """AdamW: a linear warm-up over ``lr_warmup_steps`` updates, then constant, or a cosine to ``min_lr_ratio · lr``."""
+    """AdamW: a linear warm-up, then constant, or a cosine to ``min_lr_ratio · lr``.
+
+    Attributes:
+        lr: highest learning rate.
+        lr_warmup_steps: updates of the linear warm-up.
+        lr_scheduler_type: what follows the warm-up.
+        min_lr_ratio: where the cosine ends, as a share of ``lr``.
+        weight_decay: decoupled decay of all weights.
+        betas: decay of the first and the second moment.
+        eps: added to the root of the second moment.
+    """
 
     lr: float = 1e-6
     lr_warmup_steps: int = 0
@@ -87,7 +108,16 @@ class OptimSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerOverrides:
-    """Settings of megatron-core's ``TransformerConfig`` that are no sizes: uneven stages and recomputation."""
+    """Settings of megatron-core's ``TransformerConfig`` that are no sizes: uneven stages and recomputation.
+
+    Attributes:
+        num_layers_in_first_pipeline_stage: layers of the first stage; the others share the rest evenly.
+        num_layers_in_last_pipeline_stage: layers of the last stage.
+        recompute_granularity: recompute whole layers (``full``) or parts of them (``selective``); ``null`` nothing.
+        recompute_method: how ``full`` chooses layers.
+        recompute_num_layers: how many layers ``full`` takes, or groups.
+        recompute_modules: parts that ``selective`` recomputes.
+    """
 
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
@@ -102,8 +132,20 @@ class MegatronConfig:
     """How ``engine.train=megatron`` spreads the policy over the ranks; ignored by other engines.
 
     Every rank has rows of its own, also where several hold one model: they exchange their rows and compute them together.
-    ``use_dist_checkpointing`` takes the first weights from ``dist_checkpointing_path`` (made offline by ``alignment
-    checkpoint to-dist``) instead of converting those of ``model.path`` on the way in.
+
+    Attributes:
+        tensor_model_parallel_size: ranks that split each weight matrix; above 1 with sequence parallelism.
+        pipeline_model_parallel_size: stages of layers.
+        virtual_pipeline_model_parallel_size: pieces of each stage, interleaved; ``null`` is one.
+        context_parallel_size: ranks that split each sequence.
+        expert_model_parallel_size: ranks that share the routed experts out.
+        expert_tensor_parallel_size: ranks that split each expert (inherits ``tensor_model_parallel_size``).
+        use_distributed_optimizer: shard moments and main weights over the data parallel ranks.
+        optimizer_cpu_offload: keep the optimizer's state on the host.
+        override_transformer_config: further settings of the model.
+        use_dist_checkpointing: take the first weights from ``dist_checkpointing_path`` instead of converting those of
+            ``model.path`` on the way in.
+        dist_checkpointing_path: a distributed checkpoint, made offline by ``alignment checkpoint to-dist``.
     """
 
     tensor_model_parallel_size: int = 1
@@ -123,8 +165,12 @@ class MegatronConfig:
 class FsdpConfig:
     """How ``engine.train=fsdp`` shards the policy over the ranks; ignored by other engines.
 
-    ``model`` is what is sharded: ``transformers`` (what people train) or the ``golden`` model. ``reshard_after_forward`` frees
-    gathered parameters between the passes; ``activation_checkpointing`` keeps the inputs of each layer only.
+    Attributes:
+        model: what is sharded: ``transformers`` (what people train) or the ``golden`` model.
+        reshard_after_forward: free gathered parameters between the passes.
+        activation_checkpointing: keep the inputs of each layer only.
+        attn_implementation: of the transformers model.
+        experts_implementation: of the transformers model.
     """
 
     model: Literal["transformers", "golden"] = "transformers"
@@ -138,10 +184,29 @@ class FsdpConfig:
 class ActorConfig:
     """The policy update.
 
-    ``clip_ratio_low`` and ``clip_ratio_high`` inherit ``clip_ratio``. ``strategy`` inherits ``engine.train``.
-    ``loss_scale_factor`` divides in ``seq-mean-token-sum-norm`` (inherits ``data.max_response_length``).
-    ``ppo_max_token_len_per_gpu`` is the token budget of a micro batch when ``use_dynamic_bsz`` is on, otherwise
-    ``ppo_micro_batch_size_per_gpu`` samples make one. ``grad_clip`` 0 switches clipping off.
+    Attributes:
+        strategy: verl's name for ``engine.train``, which it inherits.
+        clip_ratio: half width of the band in which the probability ratio counts.
+        clip_ratio_low: how far below 1 the ratio may fall (inherits ``clip_ratio``).
+        clip_ratio_high: how far above 1 it may rise (inherits ``clip_ratio``).
+        clip_ratio_c: bound of the ratio for negative advantages (dual clip).
+        loss_agg_mode: how the losses of tokens become one number.
+        loss_scale_factor: divides in ``seq-mean-token-sum-norm`` (inherits ``data.max_response_length``).
+        use_kl_loss: add the KL divergence from the reference policy to the loss.
+        kl_loss_type: its estimator.
+        kl_loss_coef: its weight.
+        entropy_coeff: weight of the entropy that is subtracted from the loss.
+        ppo_mini_batch_size: prompts of one optimizer step, over all data parallel ranks.
+        ppo_micro_batch_size_per_gpu: samples of a micro batch where ``use_dynamic_bsz`` is off; ``null`` takes a rank's
+            share of the mini batch at once.
+        use_dynamic_bsz: fill micro batches by tokens instead of samples.
+        ppo_max_token_len_per_gpu: their token budget.
+        ppo_epochs: passes over the samples of a step.
+        shuffle: draw the order of the mini batches.
+        grad_clip: largest norm of the gradient; 0 switches clipping off.
+        optim: the optimizer.
+        megatron: settings of that engine.
+        fsdp_config: settings of that engine.
     """
 
     strategy: str | None = None
@@ -169,7 +234,12 @@ class ActorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipConfig:
-    """Mock rollout: the first run records its responses under ``dump_dir``, later runs load them."""
+    """Mock rollout: the first run records its responses, later runs load them.
+
+    Attributes:
+        enable: record, or replay where a recording is.
+        dump_dir: where recordings are; relative to the run's directory.
+    """
 
     enable: bool = False
     dump_dir: str = "rollout_dump"
@@ -179,10 +249,23 @@ class SkipConfig:
 class RolloutConfig:
     """Generation, and the log-probs of the behaviour policy.
 
-    ``name`` inherits ``engine.rollout``. ``top_k`` −1 keeps all tokens. ``load_format`` is how the engine gets its
-    first weights: ``dummy`` (the trainer's overwrite them before the first rollout) or ``safetensors``.
-    ``free_cache_engine`` lets the engine sleep between rollouts. ``log_prob_*`` inherit the actor's, so that training
-    and inference batch by one convention. ``dtype`` inherits ``model.dtype``.
+    What concerns the log-probs inherits the actor's, so that training and inference batch by one convention.
+
+    Attributes:
+        name: verl's name for ``engine.rollout``, which it inherits.
+        n: samples of each prompt.
+        temperature: divides the logits, in sampling and in the log-probs.
+        top_p: smallest share of probability that is sampled from; 1 keeps all tokens.
+        top_k: most tokens that are sampled from; −1 keeps all.
+        load_format: how the engine gets its first weights: ``dummy`` (the trainer's overwrite them before the first
+            rollout) or ``safetensors``.
+        free_cache_engine: the engine sleeps between rollouts.
+        calculate_log_probs: keep the engine's log-probs of what it generated (``rollout_log_probs``).
+        dtype: of the engine's weights (inherits ``model.dtype``).
+        log_prob_micro_batch_size_per_gpu: samples at once (inherits ``actor.ppo_micro_batch_size_per_gpu``).
+        log_prob_use_dynamic_bsz: batch by tokens (inherits ``actor.use_dynamic_bsz``).
+        log_prob_max_token_len_per_gpu: tokens at once (inherits ``actor.ppo_max_token_len_per_gpu``).
+        skip: mock rollout.
     """
 
     name: str | None = None
@@ -202,7 +285,14 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RefConfig:
-    """The frozen reference policy: batching is inherited from the actor, ``dtype`` from ``model.dtype``."""
+    """The frozen reference policy.
+
+    Attributes:
+        dtype: of its weights (inherits ``model.dtype``).
+        log_prob_micro_batch_size_per_gpu: samples at once (inherits ``actor.ppo_micro_batch_size_per_gpu``).
+        log_prob_use_dynamic_bsz: batch by tokens (inherits ``actor.use_dynamic_bsz``).
+        log_prob_max_token_len_per_gpu: tokens at once (inherits ``actor.ppo_max_token_len_per_gpu``).
+    """
 
     dtype: Dtype | None = None
     log_prob_micro_batch_size_per_gpu: int | None = None
@@ -212,7 +302,14 @@ class RefConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ActorRolloutRefConfig:
-    """Everything that starts from the policy's checkpoint."""
+    """Everything that starts from the policy's checkpoint.
+
+    Attributes:
+        model: the policy.
+        actor: its update.
+        rollout: its inference engine.
+        ref: the reference policy.
+    """
 
     model: ModelSettings = field(default_factory=ModelSettings)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -222,7 +319,20 @@ class ActorRolloutRefConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """The value model, used by ``adv_estimator=gae`` only. Fields that are ``null`` inherit the actor's."""
+    """The value model, used by ``adv_estimator=gae`` only. Fields that are ``null`` inherit the actor's.
+
+    Attributes:
+        optim: the optimizer.
+        cliprange_value: how far a value may move from the one before the update.
+        loss_agg_mode: how the losses of tokens become one number (inherits ``actor.loss_agg_mode``).
+        ppo_mini_batch_size: prompts of one optimizer step (inherits ``actor.ppo_mini_batch_size``).
+        ppo_micro_batch_size_per_gpu: samples of a micro batch (inherits ``actor.ppo_micro_batch_size_per_gpu``).
+        use_dynamic_bsz: batch by tokens (inherits ``actor.use_dynamic_bsz``).
+        ppo_max_token_len_per_gpu: token budget of a micro batch (inherits ``actor.ppo_max_token_len_per_gpu``).
+        ppo_epochs: passes over the samples of a step (inherits ``actor.ppo_epochs``).
+        shuffle: draw the order of the mini batches (inherits ``actor.shuffle``).
+        grad_clip: largest norm of the gradient; 0 switches clipping off.
+    """
 
     optim: OptimSettings = field(default_factory=lambda: OptimSettings(lr=1e-5))
     cliprange_value: float = 0.5
@@ -238,7 +348,14 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KlControlConfig:
-    """Coefficient of the KL penalty in the reward; ``adaptive`` steers it to ``target_kl`` over ``horizon`` samples."""
+    """Coefficient of the KL penalty in the reward.
+
+    Attributes:
+        type: ``adaptive`` steers the coefficient to ``target_kl``.
+        kl_coef: the coefficient, or where it starts.
+        horizon: samples over which it is steered.
+        target_kl: divergence that is steered to, in nats.
+    """
 
     type: Literal["fixed", "adaptive"] = "fixed"
     kl_coef: float = 0.001
@@ -250,10 +367,16 @@ class KlControlConfig:
 class FilterGroupsConfig:
     """Dynamic sampling: groups whose ``metric`` is the same for all n samples are not trained on.
 
-    ``mode=regenerate`` draws further prompts until ``train_batch_size`` groups qualify, at most ``max_num_gen_batches``
-    rounds (0: no limit); which prompts are consumed then depends on the device. ``mode=reserve`` gives every step its
-    own ``reserve_size`` spare prompts, so that all devices see the same prompts at every step. Groups that do not
-    qualify fill a batch that is still too small, and are reported (verl stops with an error).
+    Groups that do not qualify fill a batch that is still too small, and are reported (verl stops with an error).
+
+    Attributes:
+        enable: switch it on.
+        metric: what has to differ within a group.
+        max_num_gen_batches: most rounds of ``mode=regenerate``; 0 is no limit.
+        mode: ``regenerate`` draws further prompts until ``train_batch_size`` groups qualify; which prompts are consumed
+            then depends on the device. ``reserve`` gives every step its own spare prompts, so that all devices see the
+            same prompts at every step.
+        reserve_size: spare prompts of a step in ``mode=reserve``.
     """
 
     enable: bool = False
@@ -265,7 +388,18 @@ class FilterGroupsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """How rewards become advantages. DAPO is ``grpo`` with clip-higher, token-mean, filtering and overlong shaping."""
+    """How rewards become advantages. DAPO is ``grpo`` with clip-higher, token-mean, filtering and overlong shaping.
+
+    Attributes:
+        adv_estimator: the estimator; ``gae`` trains a value model.
+        gamma: discount of later rewards (``gae``).
+        lam: weight of longer returns (``gae``).
+        norm_adv_by_std_in_grpo: divide by the standard deviation of the group.
+        use_kl_in_reward: subtract a KL penalty from the reward of every token.
+        kl_penalty: its estimator.
+        kl_ctrl: its coefficient.
+        filter_groups: dynamic sampling.
+    """
 
     adv_estimator: Literal["grpo", "gae", "rloo"] = "gae"
     gamma: float = 1.0
@@ -279,7 +413,13 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongBufferConfig:
-    """DAPO's soft punishment over the last ``len`` tokens before the length limit."""
+    """DAPO's soft punishment of responses that come close to the length limit.
+
+    Attributes:
+        enable: switch it on.
+        len: tokens before the limit over which the punishment grows.
+        penalty_factor: the punishment at the limit.
+    """
 
     enable: bool = False
     len: int = 0
@@ -288,7 +428,12 @@ class OverlongBufferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """Scoring. ``dapo`` applies the overlong buffer and reports ``acc``; ``naive`` only scores."""
+    """Scoring.
+
+    Attributes:
+        reward_manager: ``dapo`` applies the overlong buffer and reports ``acc``; ``naive`` only scores.
+        overlong_buffer: the punishment of long responses.
+    """
 
     reward_manager: Literal["naive", "dapo"] = "naive"
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
@@ -296,15 +441,29 @@ class RewardModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The run.
+    """The run. ``n_gpus_per_node · nnodes`` is the number of data parallel ranks.
 
-    ``total_training_steps`` ``null`` means all steps of ``total_epochs``. ``save_freq`` −1 saves only after the last
-    step, 0 never. ``n_gpus_per_node · nnodes`` is the number of data parallel ranks (workers, on a machine without
-    accelerators).
-    ``curve_gate`` says how the reward curve is compared: ``paired`` needs the same prompts on both devices; ``auto``
-    is paired unless prompts are regenerated. ``device`` is auto, cpu, cuda, npu or one of them with an index.
-    ``record_batches`` writes the batch of every step (tokens, log-probs, scores, advantages) into the run's directory,
-    for comparison stage by stage.
+    Attributes:
+        total_training_steps: ``null`` means all steps of ``total_epochs``.
+        total_epochs: passes over the prompts.
+        save_freq: steps between checkpoints; −1 saves only after the last step, 0 never.
+        resume_mode: ``auto`` continues a run that its directory holds, ``resume_path`` the one that is named.
+        resume_from_path: checkpoint that ``resume_path`` starts from.
+        default_local_dir: where checkpoints go; relative to the run's directory.
+        n_gpus_per_node: accelerators of each node (workers, on a machine without accelerators).
+        nnodes: nodes.
+        device: auto, cpu, cuda, npu or one of them with an index.
+        seed: of everything that is drawn, but the order of the prompts.
+        deterministic: switch on what makes two runs equal to the bit.
+        logger: where metrics go; ``jsonl`` is ``metrics.jsonl``, which is written in any case.
+        colocate: trainer and inference engine share the devices in turn.
+        balance_batch: share samples out so that all ranks have about as many tokens.
+        curve_gate: how the reward curve is compared: ``paired`` needs the same prompts on both devices; ``auto`` is
+            paired unless prompts are regenerated.
+        record_batches: write the batch of every step (tokens, log-probs, scores, advantages) into the run's directory,
+            for comparison stage by stage.
+        project_name: a name, kept in ``config.json`` and given to verl.
+        experiment_name: a name, kept in ``config.json`` and given to verl.
     """
 
     total_training_steps: int | None = None
@@ -329,7 +488,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Which implementation trains and which one generates; ``golden`` is the plain one of this package."""
+    """Which implementation trains and which one generates; ``golden`` is the plain one of this package.
+
+    Attributes:
+        train: ``golden``, ``fsdp`` or ``megatron``.
+        rollout: ``golden`` or ``vllm``.
+    """
 
     train: str = "golden"
     rollout: str = "golden"

@@ -38,7 +38,13 @@ class TeacherKind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """An adapter on the student (:mod:`alignment.rl.lora`); ``rank`` 0 trains all weights instead."""
+    """An adapter on the student (:mod:`alignment.rl.lora`).
+
+    Attributes:
+        rank: of the two factors; 0 trains all weights instead.
+        alpha: the product of the factors is multiplied by ``alpha / rank``.
+        target_modules: names of the linear layers that get one; ``all-linear`` takes all.
+    """
 
     rank: int = 0
     alpha: float = 16.0
