@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -30,8 +33,8 @@ def verdict(check: str, outcome: Outcome, **changes) -> Verdict:
     measures = (Measure(name="relative_l2", value=0.5, bound=1.0, origin="2 x measured noise"),)
     return Verdict(
         **{
-            "check": check, "layer": layer, "stage": "operator", "subject": "torch", "device": "cpu", "outcome": outcome,
-            "reason": "within its budget", "measures": measures, "baseline": "cpu/chip", **changes,
+            "check": check, "layer": layer, "stage": "operator", "subject": "torch", "device": "cpu",
+            "outcome": outcome, "reason": "within its budget", "measures": measures, "baseline": "cpu/chip", **changes,
         }
     )  # fmt: skip
 
@@ -264,7 +267,24 @@ addEventListener("load", () => {
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+
+
+def opened(page: Path, directory: Path) -> str:
+    """The document after its scripts have run, as Chromium writes it."""
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom",
+        f"--user-data-dir={directory / 'profile'}", page.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+
+
+def told_by(document: str) -> Any:
+    """What a probe left in the document."""
+    return json.loads(html.unescape(re.search(r'<pre id="told">(.*?)</pre>', document, re.S)[1]))
+
+
+@browser
 def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     page = write_page([run], tmp_path / "page.html")
     errors = (
@@ -272,14 +292,7 @@ def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     )
     text = page.read_text().replace("<style>", errors + "<style>", 1).replace("</body>", PROBE + "</body>", 1)
     page.write_text(text)
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom",
-        f"--user-data-dir={tmp_path / 'profile'}", page.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    told = json.loads(
-        re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.S)[1].replace("&gt;", ">").replace("&lt;", "<")
-    )
+    told = told_by(opened(page, tmp_path))
     assert told["errors"] == [] and told["requests"] == []
     assert told["charts"] == 3
     assert told["first"] == "step 1: 0.14286" and told["last"] == f"step {STEPS}: 28.571"
@@ -287,3 +300,51 @@ def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     assert told["chosen"].startswith("more/metric_5, 200 steps")
     assert told["theme"] in ("light", "dark")
     assert "owned" not in told["title"]
+
+
+ASK_AXE = """
+<script>
+addEventListener("load", async () => {
+  const theme = "%s";
+  document.documentElement.dataset.theme = theme;
+  const { violations, passes } = await axe.run(document);
+  const out = document.createElement("pre"); out.id = "told";
+  out.textContent = JSON.stringify({ passes: passes.length, violations: violations.map((v) => [v.impact, v.id, v.nodes[0].html]) });
+  document.body.append(out);
+});
+</script>
+"""
+
+
+def violations(page: Path, directory: Path, theme: str) -> list[tuple[str, str, str]]:
+    """What the rules of axe find in a page."""
+    axe = Path(importlib.util.find_spec("axe_core_python").origin).with_name("axe.min.js")
+    seen = directory / f"seen-{theme}.html"
+    probe = "<script>" + axe.read_text().replace("</script", "<\\/script") + "</script>" + ASK_AXE % theme
+    seen.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    told = told_by(opened(seen, directory))
+    assert told["passes"] > 0
+    return [tuple(violation) for violation in told["violations"]]
+
+
+@browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_rules_of_axe_find_nothing(run, tmp_path, theme):
+    assert violations(write_page([run], tmp_path / "page.html"), tmp_path, theme) == []
+
+
+@browser
+def test_the_rules_of_axe_find_what_cannot_be_read(run, tmp_path):
+    page = write_page([run], tmp_path / "page.html")
+    faint = '<p style="color:#999;background:#aaa">faint</p><select><option>unnamed</option></select></main>'
+    page.write_text(page.read_text().replace("</main>", faint, 1))
+    assert {rule for _, rule, _ in violations(page, tmp_path, "light")} >= {"color-contrast", "select-name"}
+
+
+def test_it_is_valid_html(run, tmp_path):
+    import html5lib
+
+    page = write_page([run], tmp_path / "page.html")
+    html5lib.HTMLParser(strict=True).parse(page.read_text())
+    with pytest.raises(html5lib.html5parser.ParseError):
+        html5lib.HTMLParser(strict=True).parse(page.read_text().replace("</main>", "</section></main>", 1))
