@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from alignment.capture.readers import arrays
 from alignment.capture.record import DIRECTIONS, KINDS, ROLES, Shard, Statistics, TensorRow
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically, write_json
@@ -50,6 +51,9 @@ _NUMPY = {
     "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U8": "u1",
     "BOOL": "?", "U16": "<u2", "U32": "<u4", "U64": "<u8",
 }  # fmt: skip
+
+
+_NAMES = {stored: name for name, stored in _DTYPES.items()}
 
 
 @dataclass
@@ -489,31 +493,11 @@ def decoded(stored: StoredTensor) -> np.ndarray:
         InputError: the dtype has no reader.
     """
     array = mapped(stored)
-    if stored.dtype == "BF16":
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if stored.dtype in _FLOAT8:
-        return _float8_table(*_FLOAT8[stored.dtype])[array]
-    if stored.dtype not in _NUMPY:
+    if stored.dtype in _NUMPY:
+        return array
+    if stored.dtype not in _NAMES:
         raise InputError("a dtype without a reader", where=f"{stored.path}: {stored.name}", found=stored.dtype)
-    return array
-
-
-_FLOAT8 = {"F8_E4M3": (4, 3, 7, False), "F8_E5M2": (5, 2, 15, True)}
-
-
-def _float8_table(exponent_bits: int, mantissa_bits: int, bias: int, has_infinity: bool) -> np.ndarray:
-    """Value of every byte. E4M3 (the ``fn`` kind) has NaN at 0x7f and 0xff only, E5M2 follows IEEE 754."""
-    codes = np.arange(256)
-    sign = np.where(codes >> 7, -1.0, 1.0)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
-    value = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
-    if has_infinity:
-        top = exponent == (1 << exponent_bits) - 1
-        value = np.where(top, np.where(mantissa == 0, np.inf, np.nan), value)
-    else:
-        value = np.where((codes & 0x7F) == 0x7F, np.nan, value)
-    return (sign * value).astype(np.float32)
+    return arrays.decoded(array, _NAMES[stored.dtype])
 
 
 def _encoded(values: Sequence[Any]) -> dict[str, list]:
