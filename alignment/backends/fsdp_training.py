@@ -141,9 +141,8 @@ class FsdpTrainingEngine:
                 batches and ranks, before clipping; it has to read the stream to its end, on every rank.
 
         Raises:
-            InputError: the outputs or the gradient are not finite, on this rank or another (the weights are then left
-            as
-                they were).
+            InputError: the outputs or the gradient are not finite, on this rank or another (the weights are then
+                left as they were).
         """
         self._require_resident(stage)
         if self._optimizer is None:

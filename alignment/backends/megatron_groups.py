@@ -94,9 +94,8 @@ class MegatronGroups:
     def gather_context(self, x: Tensor) -> Tensor:
         """``x`` [b, s/c] of every context rank as [b, s] in the order of positions; differentiable.
 
-        Every context rank computes the same loss from the result, so each takes only the gradient of its own part:
-        the sum
-        over context ranks is then the gradient of the loss.
+        Every context rank computes the same loss from the result, so each takes only the gradient of its own part: the
+        sum over context ranks is then the gradient of the loss.
         """
         if self.sizes.context_parallel_size == 1:
             return x

@@ -68,9 +68,8 @@ class MegatronTrainingEngine:
 
     Raises:
         UnavailableError: megatron-core is not installed.
-        InputError: another release of it, sizes that do not fit the model or the ranks, a setting it does not
-        compute, or
-            a tensor that is missing or does not fit.
+        InputError: another release of it, sizes that do not fit the model or the ranks, a setting it does not compute,
+            or a tensor that is missing or does not fit.
     """
 
     collective = True
@@ -144,8 +143,7 @@ class MegatronTrainingEngine:
 
         Args:
             observe_gradients: gets the gradient of every parameter under its Hugging Face name, summed over micro
-                batches
-                and ranks, before clipping; it has to read the stream to its end, on every rank.
+                batches and ranks, before clipping; it has to read the stream to its end, on every rank.
 
         Raises:
             InputError: the outputs or the gradient are not finite (the weights are then left as they were).

@@ -1,8 +1,8 @@
 """One name for one module, whoever implements it: Hugging Face's, from those of megatron-core, vLLM and wrappers.
 
 The tables repeat, for module paths, what :mod:`alignment.weights.megatron_names` and
-:mod:`alignment.weights.vllm_names`
-say of parameters (a test holds them together); they are spelled out here because comparing must not import torch.
+:mod:`alignment.weights.vllm_names` say of parameters (a test holds them together); they are spelled out here because
+comparing must not import torch.
 """
 
 from __future__ import annotations

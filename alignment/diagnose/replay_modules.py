@@ -1,9 +1,8 @@
 """Run the target's modules on golden's inputs, so that nothing that went wrong before blurs what goes wrong here.
 
 The target's own forward pass is run once. Before a module runs, its tensors are compared with golden's and then
-replaced
-by them; after it has run, so are its results. Every module, and the code between modules, thus computes from golden
-values alone: what differs was made in this one place.
+replaced by them; after it has run, so are its results. Every module, and the code between modules, thus computes from
+golden values alone: what differs was made in this one place.
 """
 
 from __future__ import annotations

@@ -54,9 +54,8 @@ class CausalLM(nn.Module):
 
         Args:
             input_ids: int64 ``[b, s]``.
-            attention_mask: ``[b, s]``, non-zero for real tokens; padding may be left, right or both. Logits at
-                padding are
-                meaningless but finite.
+            attention_mask: ``[b, s]``, non-zero for real tokens; padding may be left, right or both. Logits at padding
+                are meaningless but finite.
             position_ids: int64 ``[b, s]``; by default the place among the real tokens of the row (and segment).
             segment_ids: integers ``[b, s]``; runs of equal ids are packed sequences that do not see each other.
 

@@ -43,8 +43,7 @@ def check_index(index: Mapping[str, str], config: ModelConfig, *, allow_missing:
     """The part of ``index`` that training produces, after making sure that nothing else is lost in silence.
 
     A writer that waits for every key of a file never writes a file with a key that training does not produce; a run
-    that
-    saves so loses whole layers. That is refused before anything is written.
+    that saves so loses whole layers. That is refused before anything is written.
 
     Args:
         index: file by tensor name.

@@ -20,8 +20,7 @@ class ParallelSizes:
     """How a model is spread over ranks, in megatron-core's (and verl's) names.
 
     ``expert_tensor_parallel_size`` None is the tensor parallel size, as in megatron-core. Stages hold equally many
-    layers
-    but the first and the last, where ``num_layers_in_*_pipeline_stage`` says how many (over all virtual stages).
+    layers but the first and the last, where ``num_layers_in_*_pipeline_stage`` says how many (over all virtual stages).
     """
 
     tensor_model_parallel_size: int = 1
@@ -260,9 +259,8 @@ def to_megatron(
 ) -> Iterator[tuple[LocalParameter, Tensor]]:
     """The parameters of one rank from a stream of a checkpoint's tensors, each as soon as it is complete.
 
-    Only what ``place`` needs is kept, and only until its partner (gate and up projection) has come, so the memory
-    taken is
-    that of a few tensors if the stream keeps them near each other.
+    Only what ``place`` needs is kept, and only until its partner (gate and up projection) has come, so the memory taken
+    is that of a few tensors if the stream keeps them near each other.
 
     Raises:
         InputError: the stream ends before a tensor has come.

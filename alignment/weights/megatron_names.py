@@ -35,9 +35,8 @@ class MegatronParameter:
 
     Attributes:
         hf_names: where its values are in a Hugging Face checkpoint; two for :attr:`Split.GATED`, else one.
-        suffix: megatron-core's name behind ``decoder.layers.<i>.`` for a layer's parameter, else the whole name, in
-            the local
-            specification; of a routed expert, the part behind the expert.
+        suffix: megatron-core's name behind ``decoder.layers.<i>.`` for a layer's parameter, else the whole name, in the
+            local specification; of a routed expert, the part behind the expert.
         layer: index from 0, None outside the decoder layers.
         expert: global index of the routed expert, or None.
         stage: ``first`` or ``last`` pipeline stage for what is outside the layers, else None.
