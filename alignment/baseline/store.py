@@ -43,6 +43,8 @@ class Entry:
     """The baseline of one case by one subject.
 
     Attributes:
+        case_id: the case.
+        subject: whose results the noise was measured on.
         case: :meth:`alignment.backends.case.Case.identity` at recording.
         inputs: hash of the judged inputs.
         hashes: of the configuration, and of the weights and the data among the inputs.

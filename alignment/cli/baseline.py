@@ -123,7 +123,11 @@ def show_baseline(
 
 
 @baseline_app.command("diff")
-def diff_baselines(before: Path, after: Path, as_json: JsonOption = False) -> None:
+def diff_baselines(
+    before: Annotated[Path, typer.Argument(help="A folder of baselines.")],
+    after: Annotated[Path, typer.Argument(help="The folder that is compared with it.")],
+    as_json: JsonOption = False,
+) -> None:
     """Every value that differs between two folders of baselines."""
     from alignment.baseline.diff import diff
     from alignment.baseline.store import BaselineStore

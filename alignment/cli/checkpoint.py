@@ -14,9 +14,12 @@ from alignment.numerics.verdict import ALIGNED, MISALIGNED
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Make a checkpoint that fits one machine or one dtype.")
 
+SourceArgument = Annotated[Path, typer.Argument(help="A Hugging Face checkpoint.")]
+TargetArgument = Annotated[Path, typer.Argument(help="The folder that is written.")]
+
 
 @checkpoint_app.command("fp8-to-bf16")
-def convert_fp8(source: Path, target: Path, as_json: JsonOption = False) -> None:
+def convert_fp8(source: SourceArgument, target: TargetArgument, as_json: JsonOption = False) -> None:
     """Block-scaled FP8 weights as BF16, file by file; a killed conversion continues when it is called again."""
     from dataclasses import asdict
 
@@ -52,8 +55,8 @@ def examine(
 
 @checkpoint_app.command("to-dist")
 def write_dist_checkpoint(
-    source: Path,
-    target: Path,
+    source: SourceArgument,
+    target: TargetArgument,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16: that of the run that will load it.")] = "float32",
     device: DeviceOption = "cpu",
 ) -> None:
@@ -79,8 +82,8 @@ def write_dist_checkpoint(
 
 @checkpoint_app.command("cut")
 def cut(
-    source: Path,
-    target: Path,
+    source: SourceArgument,
+    target: TargetArgument,
     layers: Annotated[str, typer.Option(help="Layers to keep, in order: 0,3,60")],
     keep_mtp: Annotated[bool, typer.Option(help="Keep the multi-token-prediction layers.")] = False,
 ) -> None:

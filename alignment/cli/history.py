@@ -17,6 +17,7 @@ from alignment.numerics.verdict import ALIGNED, MISALIGNED
 history_app = typer.Typer(no_args_is_help=True, help="One record per night: calls, drift, false alarms, quarantine.")
 
 FileOption = Annotated[Path, typer.Option("--history", help="The SQLite file of the nights.")]
+CheckArgument = Annotated[str, typer.Argument(help="Id of a check, as the verdicts spell it.")]
 FILE = Path("runs/history.sqlite")
 
 
@@ -60,7 +61,12 @@ def list_nights(history: FileOption = FILE, as_json: JsonOption = False) -> None
 
 
 @history_app.command("show")
-def show(check: str, subject: Optional[str] = None, history: FileOption = FILE, as_json: JsonOption = False) -> None:
+def show(
+    check: CheckArgument,
+    subject: Annotated[Optional[str], typer.Option(help="Only this implementation.")] = None,
+    history: FileOption = FILE,
+    as_json: JsonOption = False,
+) -> None:
     """One check, night by night: verdict and share of the budget."""
     from alignment.report.history import History
 
@@ -101,7 +107,7 @@ def rates(history: FileOption = FILE, as_json: JsonOption = False) -> None:
 
 @history_app.command("decide")
 def decide(
-    run: str,
+    run: Annotated[str, typer.Argument(help="The night, by the name of its run.")],
     accept: Annotated[bool, typer.Option("--accept/--reject", help="Whether drift is measured against this night.")],
     reason: Annotated[str, typer.Option(help="Why.")],
     history: FileOption = FILE,
@@ -116,7 +122,7 @@ def decide(
 
 @history_app.command("quarantine")
 def quarantine(
-    check: str,
+    check: CheckArgument,
     until: Annotated[str, typer.Option(help="The last day, at most 30 days from now: 2027-01-31.")],
     reason: Annotated[str, typer.Option(help="Why, and who works on it.")],
     history: FileOption = FILE,

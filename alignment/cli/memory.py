@@ -143,9 +143,9 @@ def profile_memory(
     trace: Annotated[
         Optional[Path], typer.Option(help="npu_module_mem*.csv of Ascend's profiler, or a folder with one.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=1)] = 4,
-    prompt_length: Annotated[int, typer.Option(min=1)] = 16,
-    response_length: Annotated[int, typer.Option(min=1)] = 16,
+    rows: Annotated[int, typer.Option(min=1, help="Samples.")] = 4,
+    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
+    response_length: Annotated[int, typer.Option(min=1, help="Tokens of each response.")] = 16,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: DeviceOption = "auto",
     emulate_npu: EmulateOption = False,
