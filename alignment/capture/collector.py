@@ -222,6 +222,7 @@ class WorkerCollector:
                 token_start=settings.token_range_start,
                 token_end=settings.token_range_end,
                 values=False,
+                settings=False,
             )
             self._capture = Capture(config, directory=self._scratch)
         return self._capture

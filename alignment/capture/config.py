@@ -43,6 +43,7 @@ class CaptureConfig:
             out of the prompt's pass.
         backward: gradients of module inputs and outputs.
         parameters, parameter_gradients: of the captured modules, parameters where they have changed.
+        settings: plain numbers and names that modules compute with (an ε, a scale, a k).
         values: the pipeline's fields (responses, old_log_probs, advantages, …), with their tensors.
         samples: one sketch per sample instead of one per tensor where the leading dimensions are samples and tokens:
             such rows are paired whatever the order, the micro batches and the padding. Costs a sketch per sample.
@@ -65,6 +66,7 @@ class CaptureConfig:
     parameters: bool = True
     parameter_gradients: bool = True
     values: bool = True
+    settings: bool = True
     samples: bool = False
     sketch_size: int = SKETCH_SIZE
     sketch_seed: int = SKETCH_SEED

@@ -18,6 +18,7 @@ from alignment.capture.leaves import call_leaves, output_leaves
 from alignment.capture.record import Shard
 from alignment.capture.reduction import Reduced
 from alignment.capture.samples import samples_of_call
+from alignment.capture.settings import SettingsReader
 from alignment.capture.shards import activation_shard, global_names, local_tensor, parameter_shard
 from alignment.capture.stage import StageRecord
 
@@ -55,6 +56,8 @@ class ModuleHooks:
         takes: which names are captured.
         tokens: first and last call of the model that is captured, in generation; None for every call.
         samples: whether to hash the samples of every call.
+        modules: whether modules are recorded, and not only who is running.
+        settings: whether the plain settings of modules are.
     """
 
     def __init__(
@@ -70,10 +73,12 @@ class ModuleHooks:
         tokens: tuple[int, int] | None = None,
         samples: bool = True,
         modules: bool = True,
+        settings: bool = True,
     ) -> None:
         self.model, self.record, self.prefix = model, record, prefix
         self.backward, self.parameters, self.parameter_gradients = backward, parameters, parameter_gradients
         self.takes, self.tokens, self.samples, self.modules = takes, tokens, samples, modules
+        self.settings = settings and modules
         self._handles: list[Any] = []
         self._graph_handles: list[Any] = []
         self._stack: list[_Frame] = []
@@ -92,6 +97,8 @@ class ModuleHooks:
         containers = (nn.ModuleList, nn.ModuleDict)
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
+        first = self.record.next_call(f"{self.prefix}\0settings") == 0
+        settings = SettingsReader() if self.settings and first else None
         for name, module in modules.items():
             if isinstance(module, containers):
                 continue
@@ -105,6 +112,9 @@ class ModuleHooks:
                 module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
             )
             self._handles.append(module.register_forward_hook(self._after(hooked, taken, root), with_kwargs=True))
+            if settings is not None and taken:
+                with self.record.own_work():
+                    self.record.settings(whole, hooked.class_name, settings.of(module))
             if self.parameter_gradients and self.backward and taken:
                 for local, parameter in module._parameters.items():
                     if parameter is not None and parameter.requires_grad and id(parameter) not in self._seen_parameters:

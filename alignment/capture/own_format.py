@@ -115,6 +115,7 @@ def write_rows(
     sketches: np.ndarray,
     key_groups: Sequence[Sequence[str]] = (),
     parts: Sequence[str] = (),
+    settings: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes one finished stage of one rank.
@@ -126,6 +127,7 @@ def write_rows(
         sketches: float32 [m, size].
         key_groups: content hashes that rows point at.
         parts: names of the tensor files written before, see :func:`write_part`.
+        settings: class and plain settings by module.
         about: anything more to keep, as JSON.
 
     Returns:
@@ -144,6 +146,8 @@ def write_rows(
         "data": data.name, "parts": list(parts), "key_groups": [list(group) for group in key_groups],
         "about": dict(about or {}), "columns": {},
     }  # fmt: skip
+    if settings:
+        document["settings"] = _settings_table(settings)
     for name in _COLUMNS:
         values = getattr(columns, name)
         document["columns"][name] = _encoded(values) if name in _CODED else values
@@ -310,6 +314,7 @@ class _Rows:
         self.data = self._file_name(document.get("data"), "data")
         groups = self._is(document.get("key_groups"), list, "key_groups")
         self.key_groups = [self._strings(group, f"key_groups[{i}]") for i, group in enumerate(groups)]
+        self.settings = self._settings(document.get("settings", {"kinds": [], "modules": []}))
         self._open: dict[str, dict[str, StoredTensor]] = {}
         self._arrays: dict[str, np.ndarray] = {}
 
@@ -352,6 +357,14 @@ class _Rows:
                 load_sketch=self._sketch_loader(first, count) if first >= 0 else None,
                 load_tensor=self._tensor_loader(tensor, columns["dtype"][i], shape, i) if tensor is not None else None,
             )
+
+        for module, (class_name, found) in self.settings:
+            for name, value in found.items():
+                yield TensorRow(
+                    module=module, class_name=class_name, kind="setting", direction="forward", call=0, role="input",
+                    path=name, order=self.count + offset, parent=module, dtype=type(value).__name__, shape=(),
+                    value=value,
+                )  # fmt: skip
 
     # --- data --------------------------------------------------------------------------------------------------------
 
@@ -464,6 +477,26 @@ class _Rows:
             raise self._damaged(place, f"{self.count} rows", f"{len(decoded_column)} rows")
         return decoded_column
 
+    def _settings(self, table: Any) -> list[tuple[str, tuple[str, dict[str, Any]]]]:
+        self._is(table, dict, "settings")
+        kinds = []
+        for i, kind in enumerate(self._is(table.get("kinds"), list, "settings.kinds")):
+            place = f"settings.kinds[{i}]"
+            if not isinstance(kind, list) or len(kind) != 2 or not isinstance(kind[0], str):
+                raise self._damaged(place, "[class, settings]", kind)
+            for name, value in self._is(kind[1], dict, place).items():
+                if value is not None and not isinstance(value, (bool, int, float, str)):
+                    raise self._damaged(f"{place}.{name}", "a plain value", value)
+            kinds.append((kind[0], kind[1]))
+        modules = []
+        for i, entry in enumerate(self._is(table.get("modules"), list, "settings.modules")):
+            if not isinstance(entry, list) or [type(v) for v in entry] != [str, int]:
+                raise self._damaged(f"settings.modules[{i}]", "[module, index]", entry)
+            if not 0 <= entry[1] < len(kinds):
+                raise self._damaged(f"settings.modules[{i}]", f"an index below {len(kinds)}", entry[1])
+            modules.append((entry[0], kinds[entry[1]]))
+        return modules
+
     def _shape(self, value: Any, place: str) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 1 << 53 for n in value):
             raise self._damaged(place, "a shape", value)
@@ -498,6 +531,19 @@ def decoded(stored: StoredTensor) -> np.ndarray:
     if stored.dtype not in _NAMES:
         raise InputError("a dtype without a reader", where=f"{stored.path}: {stored.name}", found=stored.dtype)
     return arrays.decoded(array, _NAMES[stored.dtype])
+
+
+def _settings_table(settings: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, list]:
+    """Modules of one kind have equal settings: each kind once, and which one every module is of."""
+    kinds: dict[str, int] = {}
+    values, modules = [], []
+    for module, (class_name, found) in settings.items():
+        text = json.dumps([class_name, found], sort_keys=True, allow_nan=False)
+        if text not in kinds:
+            kinds[text] = len(values)
+            values.append([class_name, dict(found)])
+        modules.append([module, kinds[text]])
+    return {"kinds": values, "modules": modules}
 
 
 def _encoded(values: Sequence[Any]) -> dict[str, list]:

@@ -13,11 +13,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-Kind = Literal["module", "operator", "parameter", "parameter_gradient", "value"]
+Kind = Literal["module", "operator", "parameter", "parameter_gradient", "value", "setting"]
 Direction = Literal["forward", "backward"]
 Role = Literal["input", "output"]
 
 KINDS: tuple[str, ...] = ("module", "operator", "parameter", "parameter_gradient", "value")
+"""Of tensors; a ``setting`` is no tensor."""
 DIRECTIONS: tuple[str, ...] = ("forward", "backward")
 ROLES: tuple[str, ...] = ("input", "output")
 
@@ -65,7 +66,8 @@ class TensorRow:
         module: dotted path, "" for the root; at ``kind == "operator"`` the operator's name, with its module as parent;
             at ``kind == "value"`` the field's name; of a parameter, its dotted name.
         class_name: of the module; "" for parameters and values.
-        kind: what the tensor is; a ``value`` is a named field of the pipeline.
+        kind: what the tensor is; a ``value`` is a named field of the pipeline. A ``setting`` is no tensor but a plain
+            ``value`` that ``module`` computes with, under the name ``path``.
         direction: ``backward`` rows hold gradients: of a module's outputs (role ``input``: they flow in) and of its
             inputs (role ``output``).
         call: n-th call of this module in this step and stage, from 0.
@@ -97,6 +99,7 @@ class TensorRow:
     shard: Shard | None = None
     statistics: Statistics | None = None
     keys: tuple[str, ...] | None = None
+    value: bool | int | float | str | None = None
     load_sketch: Callable[[], np.ndarray] | None = field(default=None, repr=False, compare=False)
     load_tensor: Callable[[], np.ndarray] | None = field(default=None, repr=False, compare=False)
 

@@ -138,6 +138,7 @@ class Capture:
                 takes=config.takes_module,
                 tokens=generation,
                 modules=config.level != "L1",
+                settings=config.settings,
             )
             for prefix, model in (models.items() if modules else ())
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class StageRecord:
         self._kept: dict[str, tuple[str, tuple[int, ...], Tensor, Callable[[], None]]] = {}
         self._kept_bytes = self._kept_count = 0
         self._parts: list[str] = []
+        self._settings: dict[str, tuple[str, Mapping[str, Any]]] = {}
         reducer.begin()
 
     # --- while it runs -----------------------------------------------------------------------------------------------
@@ -158,6 +159,11 @@ class StageRecord:
             (module, "", kind, direction, call, "input", path, parent, type(value).__name__, (), None, -1, reduced)
         )
 
+    def settings(self, module: str, class_name: str, found: Mapping[str, Any]) -> None:
+        """Adds the plain settings of a module."""
+        if found:
+            self._settings[module] = class_name, found
+
     def parameter_gradient(self, name: str, gradient: Tensor) -> None:
         """Adds the gradient of a whole parameter, summed over micro batches and ranks; a call is an update."""
         with self._busy:
@@ -194,13 +200,13 @@ class StageRecord:
         self._send_part()
         count, statistics, sketches = self.reducer.results()
         rows, groups, parts, place, piece = self._rows, self._groups, list(self._parts), self._place, self._piece
-        size = self.reducer.sketch_size
+        size, settings = self.reducer.sketch_size, self._settings
 
         def write() -> None:
             write_rows(
                 *place, _columns(rows), piece=piece, statistics=statistics(),
                 sketches=sketches() if size else _NO_SKETCHES,
-                key_groups=groups, parts=parts, about=about,
+                key_groups=groups, parts=parts, settings=settings, about=about,
             )  # fmt: skip
 
         self._writer.submit(write, 200 * len(rows) + 4 * size * self.reducer.sketches + 56 * count)

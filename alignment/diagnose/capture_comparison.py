@@ -118,6 +118,8 @@ class StageComparison:
             return None
         if first.quantity.startswith("parameter"):
             return "look at how this weight was loaded or sent: alignment run --case weight_sync"
+        if first.quantity.startswith("setting"):
+            return "look at how this module is configured"
         finest = "tensor" if self.details and "tensor" not in self.details else None
         if finest:
             asked = f"capture.detail=tensor capture.modules='{first.module}*'"

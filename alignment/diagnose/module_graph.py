@@ -66,8 +66,8 @@ class Pair:
             return f"parameter {self.name}"
         if self.kind == "parameter_gradient":
             return f"gradient of {self.name}"
-        if self.kind == "value":
-            return f"value {self.name}"
+        if self.kind in ("value", "setting"):
+            return f"{self.kind} {self.name}"
         flow = {"input": "in", "output": "out"}[self.role]
         return f"{'gradient ' if self.direction == 'backward' else ''}{flow} {self.path}"
 
@@ -141,6 +141,7 @@ class Edge:
     position: int
     twin: Pair | None = None
     source: Difference | None = None
+    tokens: int = 1
 
 
 @dataclass(slots=True)
@@ -174,6 +175,8 @@ class ModuleGraph:
         for pair in pairs:
             if pair.kind == "parameter":
                 self.parameters.setdefault(pair.owner, []).append(pair)
+            elif pair.kind == "setting":
+                self.attributes.setdefault(pair.owner, []).append(pair)
             elif pair.kind == "parameter_gradient":
                 self.parameter_gradients.setdefault(pair.owner, []).append(pair)
             elif pair.kind == "value":
@@ -294,7 +297,7 @@ class _Walk:
 
     def _visit(
         self, kind: str, culprit: str, key: tuple[str, ...], pair: Pair, scope: Scope, unordered: bool = False,
-        source: Difference | None = None,
+        source: Difference | None = None, tokens: int | None = None,
     ) -> None:  # fmt: skip
         self.position += 1
         twin = scope.copies.get(pair.identity) if pair.identity is not None else None
@@ -306,9 +309,11 @@ class _Walk:
         key = (kind, *key, pair.dtype if pair.same_dtype else f"to {pair.dtype}")
         source = source if source is not None else scope.last
         moved = scope.moved or self.flipped
+        tokens = max(1, _rows(pair) if tokens is None else tokens)
         edge = Edge(
-            kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source
-        )
+            kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source,
+            tokens,
+        )  # fmt: skip
         self.flag[id(pair)] = self.judge(edge)
         self.flipped |= pair.discrete and pair.kind == "module" and pair.difference.relative > 0.0
 
@@ -413,6 +418,7 @@ class _Walk:
                     pair,
                     scope,
                     source=_largest(node.inputs),
+                    tokens=max(map(_rows, node.inputs), default=1),
                 )
         outer.empty = False
         if not node.outputs:
@@ -425,6 +431,10 @@ class _Walk:
 
 
 _NOTHING = Scope()
+
+
+def _rows(pair: Pair) -> int:
+    return math.prod(pair.shape[:-1])
 
 
 def _largest(pairs: list[Pair]) -> Difference | None:

@@ -69,10 +69,14 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
 
     Differences are taken here, one pair of tensors in memory at a time.
     """
-    first = _grouped(golden, names.golden)
-    second = _grouped(target, names.target)
-    _unfuse(first, second)
     out = Pairing([], [])
+    settings: tuple[dict, dict] = {}, {}
+    first = _grouped(golden, names.golden, settings[0])
+    second = _grouped(target, names.target, settings[1])
+    _unfuse(first, second)
+    for key, row in settings[0].items():
+        if key in settings[1]:
+            _pair_settings(key, row, settings[1][key], out)
     for key, calls in first.items():
         others = second.pop(key, None)
         rows = sum(map(len, calls.values()))
@@ -88,7 +92,7 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
     return out
 
 
-def _grouped(rows: Iterable[TensorRow], name_of) -> dict[tuple[str, str, str], _Group]:
+def _grouped(rows: Iterable[TensorRow], name_of, settings: dict) -> dict[tuple[str, str, str], _Group]:
     groups: dict[tuple[str, str, str], _Group] = {}
     last, name = None, ""
     for row in rows:
@@ -102,6 +106,9 @@ def _grouped(rows: Iterable[TensorRow], name_of) -> dict[tuple[str, str, str], _
             name = f"{name_of(row.parent)}.{row.module.replace('.', ':')}".lstrip(".")
         elif kind == "value":
             name = f"{name_of(row.parent)}/{row.module}"
+        elif kind == "setting":
+            settings[name_of(row.module), row.path] = row
+            continue
         else:
             name = name_of(row.module)
         if kind != "module":
@@ -116,6 +123,36 @@ def _grouped(rows: Iterable[TensorRow], name_of) -> dict[tuple[str, str, str], _
         else:
             call.append(row)
     return groups
+
+
+def _pair_settings(key: tuple[str, str], golden: TensorRow, target: TensorRow, out: Pairing) -> None:
+    """A pair where the two differ; equal settings are no evidence, and one that only one side has is none either."""
+    difference = setting_difference(golden, target)
+    if difference is not None:
+        module, name = key
+        out.pairs.append(
+            Pair(
+                module, golden.class_name, "setting", "forward", 0, "input", name, golden.order, golden.dtype, (),
+                difference, name=name,
+            )
+        )  # fmt: skip
+
+
+SETTING_ROUNDING = 2.0**-24
+"""Settings that agree to the unit roundoff of float32 are one: 192 ** -0.5, 1 / sqrt(192), and either in float32."""
+
+
+def setting_difference(golden: TensorRow, target: TensorRow) -> Difference | None:
+    """How two settings of one name differ; None where they are equal, or mean different things in two classes."""
+    a, b = golden.value, target.value
+    if golden.class_name.removeprefix("FSDP") != target.class_name.removeprefix("FSDP"):
+        if golden.path.startswith("config.") or any(v is None or str(v).endswith(")") for v in (a, b)):
+            return None
+    numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (a, b))
+    if a == b or numbers and float in (type(a), type(b)) and math.isclose(a, b, rel_tol=SETTING_ROUNDING):
+        return None
+    relative = abs(b - a) / abs(a) if numbers and a else math.inf
+    return Difference(relative, problem=f"{b}, golden has {a}")
 
 
 def _missing(key: tuple[str, str, str], calls: _Group, side: str) -> Unpaired:

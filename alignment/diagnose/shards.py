@@ -28,6 +28,8 @@ def whole_rows(ranks: Sequence[Sequence[TensorRow]], *, where: object) -> list[T
     groups: dict[tuple, list[TensorRow]] = {}
     for rows in ranks:
         for row in rows:
+            if row.kind == "setting" and type(row.value) is int:
+                continue  # whole numbers are as often as not the size of one rank's part
             key = (row.module, row.kind, row.direction, row.call, row.role, row.path, row.parent)
             groups.setdefault(key, []).append(row)
     return [_whole(rows, where) for rows in groups.values()]

@@ -37,7 +37,8 @@ def captured(tmp_path, config, *, model=None, steps=1):
 
 
 def rows_of(reader, step=0, **wanted):
-    return [r for r in reader.rows(step, STAGE, 0) if all(getattr(r, k) == v for k, v in wanted.items())]
+    rows = (r for r in reader.rows(step, STAGE, 0) if r.kind != "setting")
+    return [r for r in rows if all(getattr(r, k) == v for k, v in wanted.items())]
 
 
 @pytest.mark.parametrize("level", ["L0", "L1", "mix"])

@@ -43,7 +43,8 @@ class Net(nn.Module):
 def captured(tmp_path, *, level="L0", detail="tensor", dtype=torch.float32):
     torch.manual_seed(0)
     net = Net().to(dtype)
-    with capture(net, CaptureConfig(level=level, detail=detail, values=False), directory=tmp_path / "own") as session:
+    config = CaptureConfig(level=level, detail=detail, values=False, settings=False)
+    with capture(net, config, directory=tmp_path / "own") as session:
         with session.step(0):
             net(torch.tensor([[1, 2, 3]])).float().pow(2).sum().backward()
             net(torch.tensor([[1, 2, 0]]))
