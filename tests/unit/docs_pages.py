@@ -23,8 +23,12 @@ NEEDS = {
 }
 """What keeps a command from being executed with the page it stands on. It is parsed all the same."""
 
-_FENCE = re.compile(r"^(?P<indent> *)(?P<mark>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=mark)[ \t]*$", re.M | re.S)
-_DECLARATION = re.compile(r"<!--\s*(needs (?P<kind>\w+)|exits (?P<code>\d+))(?P<only> for (?:`[^`]+`(?:, )?)+)?: (?P<why>[^>]+?)\s*-->")
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<mark>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=mark)[ \t]*$", re.M | re.S
+)
+_DECLARATION = re.compile(
+    r"<!--\s*(needs (?P<kind>\w+)|exits (?P<code>\d+))(?P<only> for (?:`[^`]+`(?:, )?)+)?: (?P<why>[^>]+?)\s*-->"
+)
 _OPERATORS = {"&&", "||", "|", ";", "&", "(", ")", "|&", ";;"}
 
 
@@ -46,7 +50,9 @@ def without_fences(text: str) -> str:
 
 def headings(text: str) -> list[tuple[int, str]]:
     """Level and text of each heading."""
-    return [(len(m[1]), m[2].strip()) for m in re.finditer(r"^(#{1,6}) +(.+?)(?: +#+)?$", without_fences(text), flags=re.M)]
+    return [
+        (len(m[1]), m[2].strip()) for m in re.finditer(r"^(#{1,6}) +(.+?)(?: +#+)?$", without_fences(text), flags=re.M)
+    ]
 
 
 def anchor(heading: str) -> str:
@@ -149,7 +155,11 @@ def _unfinished(text: str) -> bool:
     except ValueError:
         return True
     depth = sum({"do": 1, "then": 1, "done": -1, "fi": -1}.get(word.rstrip(";"), 0) for word in words)
-    return depth > 0 or (bool(words) and words[0] in ("for", "while", "if", "until") and not any(w.rstrip(";") in ("done", "fi") for w in words))
+    return depth > 0 or (
+        bool(words)
+        and words[0] in ("for", "while", "if", "until")
+        and not any(w.rstrip(";") in ("done", "fi") for w in words)
+    )
 
 
 def _without_comment(text: str) -> str:
@@ -166,7 +176,7 @@ def _without_comment(text: str) -> str:
 
 
 def without_comments(text: str) -> str:
-    """A block of shell, YAML, TOML or Python without its comments and blank lines, which are in the language of the page."""
+    """A block of shell, YAML or Python without blank lines and comments, which are in the language of the page."""
     kept = []
     for line in text.splitlines():
         bare = _without_comment(line).rstrip()
@@ -193,7 +203,15 @@ def commands(page: Path) -> list[Command]:
                 else:
                     exits = int(declared["code"])
             found.append(
-                Command(page=page, line=block.line + 1 + offset, text=text, needs=needs, why=why, exits=exits, used=tuple(used))
+                Command(
+                    page=page,
+                    line=block.line + 1 + offset,
+                    text=text,
+                    needs=needs,
+                    why=why,
+                    exits=exits,
+                    used=tuple(used),
+                )
             )
     return found
 
@@ -205,8 +223,6 @@ def simple_commands(text: str) -> list[list[str]]:
     flat = re.sub(r"\\\n", " ", re.sub(r"\$\([^()]*\)", "substituted", head))
     found: list[list[str]] = []
     for line in flat.split("\n"):
-        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;()<>")
-        lexer.whitespace_split, lexer.commenters = True, ""
         words: list[str] = []
         skip = False
         for word in _lexed(_without_comment(line)):
@@ -235,6 +251,8 @@ def _lexed(text: str) -> list[str]:
 
 def _bare(words: list[str]) -> list[str]:
     """Without the variables set for it and the keywords before it."""
-    while words and (re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], flags=re.S) or words[0] in ("do", "then", "else", "!", "{", "time")):
+    while words and (
+        re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], flags=re.S) or words[0] in ("do", "then", "else", "!", "{", "time")
+    ):
         words = words[1:]
     return [] if not words or words[0] in ("done", "fi", "}", "for") else words

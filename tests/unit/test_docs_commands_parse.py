@@ -16,8 +16,9 @@ from alignment.errors import InputError
 from alignment.pytest_plugin import MARKERS
 
 FOREIGN = {
-    ".", "[", "bash", "cat", "cd", "cp", "curl", "docker", "echo", "export", "git", "grep", "head", "kubectl", "ls", "mkdir",
-    "mv", "pip", "python", "python3", "rm", "scp", "sed", "set", "source", "tail", "tar", "test", "true", "uv", "wc",
+    ".", "[", "bash", "cat", "cd", "cp", "curl", "docker", "echo", "export", "git", "grep", "head", "kubectl", "ls",
+    "mkdir", "mv", "pip", "python", "python3", "rm", "scp", "sed", "set", "source", "tail", "tar", "test", "true", "uv",
+    "wc",
 }  # fmt: skip
 """Programs of others that a page may call; everything else has to be ours."""
 
@@ -27,7 +28,9 @@ def programs(command: Command) -> list[list[str]]:
     found = simple_commands(command.text)
     for words in list(found):
         found += [
-            shlex.split(value) for before, value in zip(words, words[1:]) if before == "--probe" and value.startswith("alignment ")
+            shlex.split(value)
+            for before, value in zip(words, words[1:])
+            if before == "--probe" and value.startswith("alignment ")
         ]
     return found
 
@@ -95,7 +98,11 @@ def fault_of_keys(name: str, parameters: dict) -> str | None:
     try:
         _, changes = split_overrides(faults_and_overrides(overrides, ())[1])
         # A file that the reader writes is not here; its keys are the default's.
-        load_config(default if config.endswith((".yaml", ".yml")) else config, changes, kind=GkdConfig if name == "gkd" else None)
+        load_config(
+            default if config.endswith((".yaml", ".yml")) else config,
+            changes,
+            kind=GkdConfig if name == "gkd" else None,
+        )
     except InputError as error:
         return str(error)
     return None
@@ -114,7 +121,9 @@ def fault_of_pytest(arguments: list[str], pytestconfig) -> str | None:
         path, _, name = target.partition("::")
         if not (ROOT / path).exists():
             return f"no test file {path}"
-        if name and not re.search(rf"\b(def|class) {re.escape(name.split('::')[0].split('[')[0])}\b", (ROOT / path).read_text()):
+        if name and not re.search(
+            rf"\b(def|class) {re.escape(name.split('::')[0].split('[')[0])}\b", (ROOT / path).read_text()
+        ):
             return f"{path} has no test {name}"
     return None
 
@@ -189,11 +198,14 @@ def test_what_is_not_executed_says_why(page):
                 assert beginning in used, f"{where}: no command of the block begins with {beginning!r}"
     declarations = sum(len(block.declarations) for block in blocks(text))
     # One that the pattern does not read would silently declare nothing.
-    assert declarations == len(re.findall(r"<!--\s*(?:needs|exits)\b", text)), f"{page}: a declaration that stands before no block"
+    assert declarations == len(re.findall(r"<!--\s*(?:needs|exits)\b", text)), (
+        f"{page}: a declaration that stands before no block"
+    )
 
 
 def test_statements_are_complete():
-    text = "a \\\n  --b  # c\n# only a comment\ncat > f <<END\nx: 'y\nEND\necho 'two\nlines' && b\nfor i in 1 2; do\n  c $i\ndone\n"
+    text = "a \\\n  --b  # c\n# only a comment\ncat > f <<END\nx: 'y\nEND\necho 'two\nlines' && b\n"
+    text += "for i in 1 2; do\n  c $i\ndone\n"
     assert [line for line, _ in statements(text)] == [0, 3, 6, 8]
     assert simple_commands("A=1 a --x 'y z' > out 2>&1 && b | c; ! d") == [["a", "--x", "y z"], ["b"], ["c"], ["d"]]
     assert simple_commands("for i in 1 2; do\n  c $i\ndone") == [["c", "$i"]]
