@@ -467,3 +467,13 @@ def test_views_of_an_internal_format_weight_on_the_emulated_npu(npu_setting, beh
         assert_stale(verdicts) if behaviour else assert_good(verdicts)
         engine.process_weights_after_loading()
         assert_good(npu_setting.check(engine))
+
+
+def test_an_engine_that_skips_an_update_while_it_is_awake_fails_the_run():
+    from alignment.faults.catalogue.weight_sync import FAULTS
+
+    behind = next(fault for fault in FAULTS if fault.id == "rollout-one-version-behind")
+    with behind():
+        wrong = golden_weight_sync(get_device("cpu"), config=preset("tiny-deepseek"))
+    assert exit_code(wrong) == 1
+    assert "weight_sync.parameters" in {v.check for v in wrong if v.outcome is Outcome.FAIL}
