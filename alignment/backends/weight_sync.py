@@ -154,7 +154,7 @@ def _compare_derived(engine: RolloutEngine) -> _Comparison:
         detail = _difference(one.tensor, one.recompute())
         if detail:
             wrong[name] = (
-                f"stale: {detail} from its recomputation out of {', '.join(one.sources)}; {_kinship(one, held)}"
+                f"stale: {detail}, from its recomputation out of {', '.join(one.sources)}; {_kinship(one, held)}"
             )
     return _Comparison(
         total=len(declared),
@@ -199,7 +199,7 @@ def _difference(found: Tensor | None, expected: Tensor | None) -> str | None:
         return None
     apart = (a.double() - b.double()).abs()
     differing = int((a != b).sum())
-    return f"{differing} of {a.numel()} elements differ, by up to {float(apart.max()):.3g},"
+    return f"{differing} of {a.numel()} elements differ, by up to {float(apart.max()):.3g}"
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
