@@ -33,8 +33,8 @@ def golden_weight_sync(
     """The five verdicts of :func:`check_weight_sync` and ``weight_sync.load_format``, as a run reports them.
 
     A dummy-initialised engine sleeps at level 2, wakes and takes the trainer's weights, ``updates`` times over with
-    weights that moved; the second time it is awake and holds the first ones, as where engine and trainer have devices of
-    their own. The verdicts are those of the first update that failed, else of the last.
+    weights that moved; the second time it is awake and holds the first ones, as where engine and trainer have devices
+    of their own. The verdicts are those of the first update that failed, else of the last.
 
     Args:
         device: where trainer and engine compute.
