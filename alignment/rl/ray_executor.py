@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,25 +14,12 @@ import torch
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.batch import Batch
 from alignment.rl.executor import Placement, WorkerGroup, join, run_setup, shares
+from alignment.rl.forwarded import forwarded
 from alignment.rl.observers import observed
 from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
 
 BUCKET_BYTES = 64 << 20
 OBJECT_STORE_BYTES = 256 << 20
-# What decides how a worker computes has to reach it whatever process started the Ray cluster.
-FORWARDED = (
-    "ALIGNMENT_",
-    "ASCEND_",
-    "ATB_",
-    "CLOSE_MATMUL_",
-    "CUBLAS_",
-    "EMU_NPU_",
-    "HCCL_",
-    "LCCL_",
-    "OMP_",
-    "PYTORCH_",
-    "VLLM_",
-)
 _GRACE_SECONDS = 5.0
 _CLOSING_SECONDS = 60.0
 
@@ -222,7 +208,11 @@ class RayExecutor:
 
         self._watched = bool(setting.observers)
         remote = ray.remote(Rank).options(
-            num_cpus=0, max_restarts=0, runtime_env={"env_vars": worker_environment(placement)}
+            num_cpus=0,
+            max_restarts=0,
+            # Ranks of a cluster of several nodes belong on all of them: they reserve nothing that would part them.
+            scheduling_strategy="SPREAD",
+            runtime_env={"env_vars": worker_environment(placement)},
         )
         building = [self._begin(remote, roles, setting, placement) for roles in placement.groups()]
         for group, references in building:
@@ -268,7 +258,8 @@ class RayExecutor:
 
 
 def connect(*, address: str | None = None, debug: bool = False) -> bool:
-    """Joins the cluster at ``address``, or starts a quiet local one; does nothing where this process is connected.
+    """Joins the cluster at ``address`` or ``RAY_ADDRESS``, or starts a quiet local one; does nothing where this process
+    is connected.
 
     Returns:
         Whether this call connected, so that the caller is the one to disconnect.
@@ -289,6 +280,7 @@ def connect(*, address: str | None = None, debug: bool = False) -> bool:
         ) from None
     if ray.is_initialized():
         return False
+    address = address or os.environ.get("RAY_ADDRESS") or None
     ray.init(
         address=address,
         include_dashboard=False,
@@ -305,14 +297,11 @@ def worker_environment(placement: Placement) -> dict[str, str]:
 
     Ranks of one group work at the same time, groups one after the other; so colocated and separate workers get alike.
     """
-    forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.world_size)),
-        # Workers find modules where this process finds them, a fault's or a test's included.
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
-        **forwarded,
+        **forwarded(),
     }
 
 

@@ -1,0 +1,29 @@
+"""What decides how a worker computes has to reach it whatever process started the Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+FORWARDED = (
+    "ALIGNMENT_",
+    "ASCEND_",
+    "ATB_",
+    "CLOSE_MATMUL_",
+    "CUBLAS_",
+    "EMU_NPU_",
+    "HCCL_",
+    "LCCL_",
+    "OMP_",
+    "PYTORCH_",
+    "VLLM_",
+)
+"""Beginnings of the names of environment variables."""
+
+
+def forwarded() -> dict[str, str]:
+    """Those variables as this process has them, and where it finds its modules: a fault's or a test's included."""
+    return {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+        **{name: value for name, value in os.environ.items() if name.startswith(FORWARDED)},
+    }
