@@ -56,8 +56,10 @@ def write_page(runs: Sequence[Path], target: Path, *, baselines: Path | None = N
     return target
 
 
-def gather(run: Path, *, baselines: Path | None = None) -> dict[str, Any]:
-    """What a page shows of a run, as plain data.
+def gather(
+    run: Path, *, baselines: Path | None = None, trainings: Sequence[Path] | None = None
+) -> dict[str, Any]:
+    """What a page shows of a run, as plain data; ``trainings`` in place of those found in it and one folder below.
 
     Raises:
         InputError: the directory does not exist or holds no run, or a file in it is damaged.
@@ -65,7 +67,9 @@ def gather(run: Path, *, baselines: Path | None = None) -> dict[str, Any]:
     if not run.is_dir():
         raise InputError("there is no such directory", where=run, next_step="name the directory of a run")
     verdicts = read_verdicts(run) if (run / VERDICTS).is_file() else []
-    trainings = [_training(path.parent, run) for path in sorted((*run.glob(METRICS), *run.glob(f"*/{METRICS}")))]
+    if trainings is None:
+        trainings = [path.parent for path in sorted((*run.glob(METRICS), *run.glob(f"*/{METRICS}")))]
+    trainings = [_training(path, run) for path in trainings]
     side = {name: read_json(run / file) for name, file in SIDE_FILES.items() if (run / file).is_file()}
     if not (verdicts or trainings or side):
         raise InputError(
@@ -76,6 +80,7 @@ def gather(run: Path, *, baselines: Path | None = None) -> dict[str, Any]:
         )
     return {
         "name": run.name,
+        "night": None,
         "headline": headline(verdicts) if verdicts else f"{len(trainings)} training runs, not judged",
         "outcome": _overall(verdicts),
         "layers": _heat(verdicts),
