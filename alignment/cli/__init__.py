@@ -20,6 +20,7 @@ from alignment.cli import (
     gkd,
     history,
     memory,
+    nightly,
     report,
     stress,
     training,
@@ -49,6 +50,7 @@ app.add_typer(bisect.bisect_app, name="bisect")
 app.add_typer(checkpoint.checkpoint_app, name="checkpoint")
 app.add_typer(memory.memory_app, name="memory")
 app.add_typer(history.history_app, name="history")
+app.add_typer(nightly.nightly_app, name="nightly")
 
 
 def main() -> None:

@@ -1,0 +1,321 @@
+"""What a phase of a night left behind, and what that says: findings, or why nothing can be said.
+
+A phase is believed when its evidence is whole: an exit code of zero beside an empty file proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from alignment.errors import InputError
+from alignment.files import read_json
+from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
+from alignment.report.night_matrix import Phase
+from alignment.report.run_directory import PROVENANCE, read_verdicts
+from alignment.report.terminal import GRAVITY
+
+RUN = "run.json"
+
+
+@dataclass
+class Evidence:
+    """``problems``: why the phase is not carried out. ``verdicts``: what it found. ``flaky``: checks that said two
+    things. ``counts``: for people. ``trainings``: folders with whole metrics, for the page."""
+
+    problems: list[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    flaky: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    trainings: list[Path] = field(default_factory=list)
+
+    def add(self, other: Evidence) -> None:
+        """Takes in what another node or file left."""
+        self.problems += other.problems
+        self.verdicts += other.verdicts
+        self.flaky |= other.flaky
+        self.trainings += other.trainings
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+
+
+def gather_evidence(phase: Phase, folder: Path, *, device: str, require: bool, place: str = "") -> Evidence:
+    """Reads everything that ``phase`` has to leave in ``folder``.
+
+    Args:
+        device: label for findings whose files name none.
+        require: whether what is skipped or unavailable counts as failed.
+        place: node, where there are several.
+    """
+    found = Evidence()
+    for kind, path in phase.leaves:
+        at = folder / path
+        try:
+            if kind == "junit":
+                found.add(_junit(at, phase, device=device, require=require, place=place))
+            elif kind == "run":
+                found.add(_run(at, require=require))
+            elif kind == "training":
+                found.add(_training(at, phase, device=device, place=place))
+            elif kind == "capture":
+                found.add(_capture(at))
+            else:
+                found.add(_document(at, require=require))
+        except InputError as error:
+            found.problems.append(str(error))
+        except OSError as error:
+            found.problems.append(f"{at}: cannot be read: {error.strerror or error}")
+    if place:
+        found.problems = [f"{place}: {problem}" for problem in found.problems]
+    return found
+
+
+# Tests.
+
+
+def _junit(path: Path, phase: Phase, *, device: str, require: bool, place: str) -> Evidence:
+    try:
+        root = ElementTree.parse(path).getroot()
+    except FileNotFoundError:
+        raise InputError("no JUnit file: the tests did not come to their end", where=path) from None
+    except ElementTree.ParseError as error:
+        raise InputError(f"the JUnit file is truncated or not XML ({error})", where=path) from None
+    suites = [root] if root.tag == "testsuite" else root.findall("testsuite")
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    promised = sum(int(n) for suite in suites if (n := suite.get("tests", "")).isdigit())
+    found = Evidence(counts={"tests": len(cases)})
+    if not cases:
+        raise InputError("no test was run", where=path, expected="at least one")
+    if promised > len(cases):
+        # pytest counts a test that passed and failed in its teardown twice, never a test that is not there.
+        doubles = sum(bool(case.findall("error")) for case in cases)
+        if promised > len(cases) + doubles:
+            found.problems.append(f"{path}: {len(cases)} of {promised} tests are in the file")
+    told: dict[tuple[str, str], list[tuple[Outcome, str]]] = {}
+    for case in cases:
+        told.setdefault((case.get("classname", ""), case.get("name", "")), []).append(_case(case, require))
+    grouped: dict[str, list[tuple[Outcome, str]]] = {}
+    for (module, name), answers in told.items():
+        check = f"{phase.name}/{module}::{name.partition('[')[0]}" + (f"@{place}" if place else "")
+        grouped.setdefault(check, []).extend((outcome, f"{name}: {reason}") for outcome, reason in answers)
+        outcomes = {outcome for outcome, _ in answers}
+        if Outcome.PASS in outcomes and outcomes - {Outcome.PASS}:
+            found.flaky[check] = f"{name} passed and failed in one run"
+    for case in cases:
+        if case.find("rerunFailure") is not None or case.find("flakyFailure") is not None:
+            name = case.get("name", "")
+            found.flaky[f"{phase.name}/{case.get('classname', '')}::{name.partition('[')[0]}"] = f"{name} was run again"
+    for check, answers in grouped.items():
+        worst = min((outcome for outcome, _ in answers), key=GRAVITY.index)
+        reasons = [reason for outcome, reason in answers if outcome is worst]
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        reason = f"{len(answers)} passed" if worst is Outcome.PASS else reasons[0] + more
+        layer = next((name for name in ("unit", "layer") if f".{name}." in check), "e2e")
+        found.verdicts.append(
+            Verdict(
+                check=check, layer=layer, stage=phase.name, subject="pytest", device=device, outcome=worst,
+                reason=reason,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _case(case: ElementTree.Element, require: bool) -> tuple[Outcome, str]:
+    for tag, outcome in (("failure", Outcome.FAIL), ("error", Outcome.ERROR)):
+        element = case.find(tag)
+        if element is not None:
+            return outcome, _line(element.get("message") or element.text or tag)
+    skipped = case.find("skipped")
+    if skipped is None:
+        return Outcome.PASS, ""
+    why = _line(skipped.get("message") or skipped.text or "no reason")
+    if skipped.get("type") == "pytest.xfail":
+        return Outcome.PASS, f"expected to fail: {why}"
+    # Where the row requires everything, a test that was skipped is one that failed.
+    return (Outcome.FAIL, f"skipped, and skipped is failed: {why}") if require else (Outcome.UNAVAILABLE, why)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+# Runs.
+
+
+def _run(folder: Path, *, require: bool) -> Evidence:
+    found = Evidence(verdicts=read_verdicts(folder))
+    found.counts["checks"] = len(found.verdicts)
+    about = read_json(folder / PROVENANCE)
+    for name in ("commit", "fingerprint", "packages"):
+        if not isinstance(about, Mapping) or not about.get(name):
+            raise InputError("the run does not say what made it", where=folder / PROVENANCE, expected=name)
+    _something_judged(found, folder, require=require)
+    return found
+
+
+def _something_judged(found: Evidence, where: Path, *, require: bool) -> None:
+    if not found.verdicts:
+        found.problems.append(f"{where}: no verdict: nothing was judged")
+    elif all(v.outcome is Outcome.UNAVAILABLE for v in found.verdicts):
+        found.problems.append(f"{where}: everything was unavailable: {found.verdicts[0].reason}")
+    elif require:
+        found.verdicts = [
+            replace(v, outcome=Outcome.ERROR, reason=f"unavailable, and required: {v.reason}")
+            if v.outcome is Outcome.UNAVAILABLE
+            else v
+            for v in found.verdicts
+        ]
+
+
+def _training(folder: Path, phase: Phase, *, device: str, place: str) -> Evidence:
+    from alignment.rl.tracking import METRICS, read_series
+
+    about = read_json(folder / RUN)
+    if not isinstance(about, Mapping) or not about.get("provenance") or not about.get("config"):
+        raise InputError("the run does not say what made it", where=folder / RUN, expected="config and provenance")
+    expected = phase.steps or about.get("total_steps")
+    series = read_series(folder / METRICS)
+    if not series or not all(isinstance(line, Mapping) and set(line) - {"step"} for line in series):
+        problem = "the metrics are empty"
+        raise InputError(problem, where=folder / METRICS, expected=f"metrics of {expected} steps", found=len(series))
+    found = Evidence(counts={"steps": len(series)})
+    steps = [line.get("step") for line in series]
+    if steps != list(range(1, len(steps) + 1)):
+        found.problems.append(f"{folder / METRICS}: steps are missing or twice: {steps}")
+    if len(series) != expected:
+        found.problems.append(f"{folder / METRICS}: {len(series)} of {expected} steps: the run did not come to its end")
+    wrong = [
+        (line.get("step"), name, value)
+        for line in series
+        for name, value in line.items()
+        if name != "step" and not _finite(value)
+    ]
+    check = f"{phase.name}/metrics are finite" + (f"@{place}" if place else "")
+    verdict = Verdict(
+        check=check, layer="e2e", stage=phase.name, subject="training", device=device, outcome=Outcome.PASS,
+        reason=f"{len(series)} steps, every metric finite", measures=_means(series) if not wrong else (),
+    )  # fmt: skip
+    if wrong:
+        step, name, value = wrong[0]
+        verdict = replace(
+            verdict, outcome=Outcome.FAIL, reason=f"{name} is {value} in step {step} ({len(wrong)} values in all)",
+            where=Divergence(stage=phase.name, module=name, quantity="metric", detail=f"step {step}: {value}"),
+        )  # fmt: skip
+    else:
+        found.trainings.append(folder)
+    found.verdicts.append(verdict)
+    return found
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _means(series: list[Mapping[str, Any]]) -> tuple[Measure, ...]:
+    """Every metric's mean over the run: shown and watched for drift, judged by nothing here."""
+    names = sorted({name for line in series for name in line if name != "step"})
+    means = {n: [line[n] for line in series if n in line] for n in names}
+    return tuple(Measure(name=name, value=math.fsum(values) / len(values)) for name, values in means.items())
+
+
+def _capture(folder: Path) -> Evidence:
+    """Readable from the first row to the last, and as large as it says it is."""
+    from alignment.capture.own_format import OwnCapture
+    from alignment.capture.readers import open_capture
+    from alignment.weights.tensor_file import read_header
+
+    reader = open_capture(folder)
+    rows, ranks = 0, {}
+    for step in reader.steps():
+        for stage in reader.stages(step):
+            ranks[step, stage] = tuple(reader.ranks(step, stage))
+            for rank in ranks[step, stage]:
+                rows += sum(1 for _ in reader.rows(step, stage, rank))
+    if not rows:
+        raise InputError("the capture is empty", where=folder, expected="at least one row")
+    found = Evidence(counts={"captured rows": rows})
+    if isinstance(reader, OwnCapture):
+        for path in sorted(folder.glob("step*/*/*.safetensors")):
+            read_header(path)  # which holds the length of the file against what it says
+            stem = re.sub(r"-\d+$", "", path.stem)
+            if not (path.parent / f"{stem}.json").is_file():
+                found.problems.append(f"{path}: its rows are missing: the capture was cut off")
+        steps = reader.steps()
+        stages = {stage for _, stage in ranks}
+        for stage in sorted(stages):
+            of_step = {step: ranks.get((step, stage), ()) for step in steps}
+            widest = max(of_step.values(), key=len)
+            for step, there in of_step.items():
+                if there != widest:
+                    what = f"ranks {', '.join(map(str, sorted(set(widest) - set(there))))}" if there else "everything"
+                    found.problems.append(f"{folder}: {what} of step {step}, {stage} is missing")
+        if steps != list(range(steps[0], steps[0] + len(steps))):
+            found.problems.append(f"{folder}: steps are missing: {steps}")
+    return found
+
+
+def _document(path: Path, *, require: bool) -> Evidence:
+    found = Evidence()
+    document = _read_document(path)
+    if not document:
+        raise InputError("the document is empty", where=path, expected="what a command prints with --json")
+    if not isinstance(document, Mapping):
+        return found
+    if "error" in document:
+        raise InputError(f"the command says: {document['error']}", where=path)
+    if "verdicts" in document:
+        try:
+            found.verdicts = [_steady(verdict_from(v)) for v in document["verdicts"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"not the verdicts of a command ({error})", where=path) from None
+        found.counts["checks"] = len(found.verdicts)
+        _something_judged(found, path, require=require)
+    return found
+
+
+def _read_document(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except InputError:
+        # A banner of a library may stand before the document; the document ends the output.
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        for match in re.finditer(r"^[\[{]", text, re.MULTILINE):
+            try:
+                return json.loads(text[match.start() :])
+            except ValueError:
+                continue
+        raise
+
+
+def _steady(verdict: Verdict) -> Verdict:
+    """Cards are named by where they are, not by what Ray called their node this night."""
+    if verdict.stage != "stress":
+        return verdict
+    stress, node, device, *_ = [*verdict.check.split("/"), "", ""]
+    return replace(verdict, check=f"{stress}/{re.sub('-[0-9a-f]{6}$', '', node)}/{device}")
+
+
+def verdict_from(data: Mapping[str, Any]) -> Verdict:
+    """A verdict as commands print it and phases keep it: what is not finite is spelled as text."""
+    measures = [
+        {**m, **{k: float(m[k]) for k in ("value", "bound") if isinstance(m.get(k), str)}}
+        for m in data.get("measures", ())
+    ]
+    return Verdict.from_dict({**data, "measures": measures})
+
+
+def worst_of_each(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """One verdict per check, subject and device: the worst, so that no pass hides a failure of the same name."""
+    kept: dict[tuple[str, str, str], Verdict] = {}
+    for verdict in verdicts:
+        key = (verdict.check, verdict.subject, verdict.device)
+        other = kept.get(key)
+        if other is None or GRAVITY.index(verdict.outcome) < GRAVITY.index(other.outcome):
+            kept[key] = verdict
+    return list(kept.values())

@@ -1,0 +1,73 @@
+"""The page of a night: the page of a run, with its phases, their findings and links to what they left on top."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from alignment.files import write_atomically
+from alignment.report.night import HEADLINES, NIGHT, NightRecord
+from alignment.report.page import PAGE, gather, render
+
+OPENED = (".xml", ".html", ".json", ".txt", ".jsonl")
+ARTEFACTS = 60
+"""Files of a phase that are linked by name; the folder itself always is."""
+
+
+def write_night_page(record: NightRecord, folder: Path, *, baselines: Path | None = None) -> Path:
+    """Writes ``report.html`` of a night.
+
+    Raises:
+        InputError: the verdicts of the night are damaged.
+        OSError: it cannot be written.
+    """
+    folder = Path(folder)
+    trainings = [folder / path for phase in record.phases for path in phase.trainings]
+    part = gather(folder, baselines=baselines, trainings=trainings)
+    part["headline"] = f"{HEADLINES[record.outcome]}: {record.row}, {record.began[:10]}"
+    part["night"] = _night(record, folder)
+    part["outcome"] = {"known": "inconclusive", "flaky": "inconclusive"}.get(record.outcome, record.outcome)
+    text = render([part])
+    target = folder / PAGE
+    write_atomically(target, lambda beside: beside.write_text(text, encoding="utf-8"))
+    return target
+
+
+def _night(record: NightRecord, folder: Path) -> dict[str, Any]:
+    return {
+        "line": record.line,
+        "action": record.action,
+        "verdict": NIGHT,
+        "phases": [
+            {
+                "name": phase.name,
+                "outcome": phase.outcome,
+                "stage": phase.stage,
+                "cause": phase.cause,
+                "counts": ", ".join(f"{n} {what}" for what, n in phase.counts.items()),
+                "seconds": phase.seconds,
+                "again": "kept" if phase.kept else f"attempt {phase.attempt}" if phase.attempt > 1 else "",
+                "findings": [
+                    {"check": f.check, "stage": f.stage, "reason": f.reason, "note": f.known or f.expired}
+                    for f in phase.findings
+                ],
+                "links": _links(phase.folders + phase.earlier, folder),
+            }
+            for phase in record.phases
+        ],
+        "concerns": [dict(concern) for concern in record.concerns],
+        "remarks": list(record.remarks),
+    }
+
+
+def _links(folders: tuple[str, ...], night: Path) -> list[str]:
+    """What a phase left, as paths relative to the page: its folders, and in them what people open first."""
+    found = []
+    for name in folders:
+        with contextlib.suppress(OSError):
+            found.append(f"{name}/")
+            files = sorted(p for p in (night / name).rglob("*") if p.suffix in OPENED and p.is_file())
+            found += [str(p.relative_to(night)) for p in files if p.stat().st_size][:ARTEFACTS]
+    return found
+
