@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Rendered by ci/render.py from ci/nightly.yaml, ci/site.yaml and ci/stacks/cuda.yaml: do not edit.
+# Builds the image of row cuda: ci/rendered/cuda/build.sh [--push]
+# CONTAINER_ENGINE is docker or podman; TORCH_INDEX may name an index of CPU wheels.
+set -euo pipefail
+cd "$(dirname "$0")/../../.."
+engine=${CONTAINER_ENGINE:-docker}
+image=registry.example.com/alignment/cuda:nightly
+
+"$engine" build --file ci/containers/cuda.Containerfile --tag "$image" \
+  --build-arg BASE=docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04 \
+  --build-arg PYTHON=3.12 \
+  --build-arg ROW=cuda \
+  --build-arg STACK=ci/stacks/cuda.yaml \
+  --build-arg COMMIT="${ALIGNMENT_COMMIT:-$(git rev-parse HEAD)}" \
+  ${TORCH_INDEX:+--build-arg TORCH_INDEX="$TORCH_INDEX"} .
+if [ "${1:-}" = --push ]; then
+  "$engine" push "$image"
+fi

@@ -1,0 +1,133 @@
+"""The container recipes and the scripts that use them: complete, safe to run, and refusing a wrong stack."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from ci_folder import CI, script
+
+from alignment.bisect.stack import Pin, Stack, load_stack
+from alignment.report.night_matrix import read_matrix
+
+render, check_stack = script("render"), script("check_stack")
+TARGETS = render.targets(read_matrix(CI / "nightly.yaml"), render.read_site(CI / "site.yaml"))
+RECIPES = sorted((CI / "containers").glob("*.Containerfile"))
+SCRIPTS = sorted((CI / "rendered").rglob("*.sh"))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_every_argument_of_a_recipe_that_has_no_default_is_given(target):
+    assert list(target.build_arguments) == render.recipe_arguments(target.chip.containerfile)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_holds_no_version_and_ends_by_checking_its_stack(path):
+    text = path.read_text(encoding="utf-8")
+    code = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    assert not re.search(r"==\d|FROM (?!\$\{BASE\})", code)
+    assert 'python ci/check_stack.py "${STACK}"' in code
+
+
+def test_the_entry_point_of_the_cann_image_is_taken_away():
+    # It sources set_env.sh, which sets what is not deterministic over the environment of the container.
+    assert "\nENTRYPOINT []\n" in (CI / "containers" / "atlas.Containerfile").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not on the path")
+def test_hadolint_finds_nothing():
+    done = subprocess.run(["hadolint", *map(str, RECIPES)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: "/".join(p.parts[-2:]))
+def test_scripts_are_shell_and_may_be_run(path):
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    assert path.stat().st_mode & 0o111
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """A container engine that writes down how it was called, and exits with 7."""
+    path = tmp_path / "engine"
+    path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> {tmp_path}/called\n[ "$1" = run ] && exit 7\nexit 0\n')
+    path.chmod(0o755)
+    return path
+
+
+def run(name, *arguments, engine, cwd):
+    environ = {"PATH": "/usr/bin:/bin", "CONTAINER_ENGINE": str(engine), "ALIGNMENT_COMMIT": "0123abc"}
+    line = ["bash", str(CI / "rendered" / name), *arguments]
+    return subprocess.run(line, cwd=cwd, env=environ, capture_output=True, text=True)
+
+
+def test_build_gives_the_arguments_of_the_stack_and_pushes_when_told(engine, tmp_path):
+    assert run("atlas-a2/build.sh", "--push", engine=engine, cwd=tmp_path).returncode == 0
+    called = (tmp_path / "called").read_text().splitlines()
+    assert "BASE=quay.io/ascend/cann:8.2.rc2-910b-ubuntu22.04-py3.11" in called and "COMMIT=0123abc" in called
+    assert called[-2:] == ["push", "registry.example.com/alignment/atlas-a2:nightly"]
+
+
+def test_a_night_in_a_container_has_its_store_and_its_exit_code(engine, tmp_path):
+    done = run("cpu/night.sh", "night", engine=engine, cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    called = (tmp_path / "called").read_text().splitlines()
+    assert f"{tmp_path}/night:/store" in called and f"{tmp_path}/history:/history" in called
+    assert called[-6:] == ["python", "ci/launch.py", "--row", "cpu", "--store", "/store"]
+
+
+def stack(**pins):
+    return Stack(pins={name.replace("_", "-") if name != "torch_npu" else name: pin for name, pin in pins.items()})
+
+
+def release(version):
+    return Pin(kind="release", version=version)
+
+
+def test_an_installation_that_is_what_its_stack_says_passes():
+    wanted = stack(python=release("3.11"), torch=release("2.13.0"), verl=Pin(kind="git", revision="e2d45b0"))
+    here = stack(python=release("3.11.7"), torch=release("2.13.0+cpu"), verl=Pin(kind="git", revision="e2d45b00e514"))
+    assert check_stack.differences(wanted, here) == []
+
+
+@pytest.mark.parametrize(
+    "here, line",
+    [
+        ({"torch": release("2.13.1")}, "torch: expected 2.13.0, found 2.13.1"),
+        ({}, "torch: 2.13.0 is not installed"),
+        ({"torch": release("2.13.0.post1")}, "torch: expected 2.13.0, found 2.13.0.post1"),
+        ({"torch": release("2.13.0rc1")}, "torch: expected 2.13.0, found 2.13.0rc1"),
+    ],
+)
+def test_an_installation_of_another_version_is_named(here, line):
+    assert check_stack.differences(stack(torch=release("2.13.0")), stack(**here)) == [line]
+
+
+def test_another_revision_is_named():
+    wanted = stack(verl=Pin(kind="git", revision="e2d45b0"))
+    here = stack(verl=Pin(kind="git", revision="a25e413"))
+    assert check_stack.differences(wanted, here) == ["verl: expected e2d45b0, found a25e413"]
+
+
+def test_the_driver_is_the_node_s():
+    wanted = stack(driver=Pin(kind="fact", version="24.1.0.3"))
+    assert check_stack.differences(wanted, stack()) == []
+
+
+def test_the_check_fails_an_image_of_the_wrong_stack(tmp_path, capsys):
+    path = tmp_path / "stack.yaml"
+    path.write_text('schema: 1\ncomponents: {torch: "1.0.0"}\n')
+    assert check_stack.main([str(path)]) == 1
+    assert re.search(r"torch: expected 1\.0\.0, found \d", capsys.readouterr().err)
+
+
+def test_the_stacks_go_together():
+    from alignment.bisect.constraints import load_constraints
+
+    for path in (CI / "stacks").glob("*.yaml"):
+        load_constraints().for_ends([load_stack(path)])

@@ -1,0 +1,140 @@
+"""The pipelines of GitHub, GitLab and GitCode: valid, complete, keeping what a night left, and red when it has to be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from ci_folder import CI, ROOT, linter
+
+from alignment.report.night_matrix import read_matrix
+
+MATRIX = read_matrix(CI / "nightly.yaml")
+GITHUB = ROOT / ".github" / "workflows" / "nightly.yml"
+GITCODE = ROOT / ".gitcode" / "workflows" / "nightly.yml"
+GITLAB = CI / "gitlab-ci.yml"
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def read(path):
+    # PyYAML reads the key `on` as true.
+    text = path.read_text(encoding="utf-8").replace("\non:\n", '\n"on":\n')
+    return yaml.safe_load(text)
+
+
+def check_schema(path, schema, *options):
+    linter("check_jsonschema")
+    line = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *options, str(path)]
+    return subprocess.run(line, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda p: p.name)
+def test_github_s_schema_holds(path):
+    done = check_schema(path, "vendor.github-workflows")
+    assert done.returncode == 0, done.stdout
+
+
+def test_gitlab_s_schema_holds():
+    done = check_schema(GITLAB, "vendor.gitlab-ci", "--data-transform", "gitlab-ci")
+    assert done.returncode == 0, done.stdout
+
+
+def test_gitcode_s_documentation_holds():
+    schema = json.loads((CI / "schemas" / "gitcode-workflow.schema.json").read_text(encoding="utf-8"))
+    linter("jsonschema").validate(read(GITCODE), schema)
+
+
+@pytest.mark.parametrize("path", [p for p in FORMS if p.name != "config.yml"], ids=lambda p: p.name)
+def test_issue_forms_are_valid_and_ask_for_the_doctor(path):
+    done = check_schema(path, "vendor.github-issue-forms")
+    assert done.returncode == 0, done.stdout
+    if path.name != "feature.yml":
+        assert "alignment doctor --json" in path.read_text(encoding="utf-8")
+
+
+def test_a_broken_workflow_fails_its_schema(tmp_path):
+    broken = tmp_path / "nightly.yml"
+    broken.write_text(GITHUB.read_text().replace("runs-on:", "run-on:", 1))
+    done = check_schema(broken, "vendor.github-workflows")
+    assert done.returncode == 1 and "Schema validation errors" in done.stdout
+    broken.write_text(GITLAB.read_text().replace("script:", "scripts:", 1))
+    assert check_schema(broken, "vendor.gitlab-ci", "--data-transform", "gitlab-ci").returncode == 1
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("${{ always }}", "${{ always() }}", "always"),
+        ("atomgit.event.schedule", "github.event.schedule", "github"),
+        ("uses: checkout", "uses: actions/checkout@v5", "is not one of"),
+        ("max: 5", "max: 10", "10 is greater than the maximum of 5"),
+    ],
+)
+def test_what_only_github_understands_fails_on_gitcode(old, new, message, tmp_path):
+    broken = tmp_path / "nightly.yml"
+    text = GITCODE.read_text()
+    assert old in text
+    broken.write_text(text.replace(old, new))
+    schema = json.loads((CI / "schemas" / "gitcode-workflow.schema.json").read_text(encoding="utf-8"))
+    with pytest.raises(linter("jsonschema").ValidationError, match=message):
+        linter("jsonschema").validate(read(broken), schema)
+
+
+@pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not on the path")
+def test_actionlint_finds_nothing():
+    line = ["actionlint", "-config-file", str(ROOT / ".github" / "actionlint.yaml")]
+    done = subprocess.run([*line, *map(str, (ROOT / ".github" / "workflows").glob("*.yml"))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("row", MATRIX.rows, ids=lambda r: r.name)
+def test_every_row_runs_on_every_platform_at_its_time(row):
+    github, gitcode, gitlab = read(GITHUB), read(GITCODE), read(GITLAB)
+    for workflow in (github, gitcode):
+        assert {"cron": row.schedule} in workflow["on"]["schedule"]
+        assert f"'{row.schedule}'" in workflow["jobs"][row.name]["if"]
+        assert f"inputs.row == '{row.name}'" in workflow["jobs"][row.name]["if"]
+    assert row.name in github["on"]["workflow_dispatch"]["inputs"]["row"]["options"]
+    assert gitlab[row.name]["rules"] == [{"if": f'$ALIGNMENT_ROW == "{row.name}"'}]
+    assert f"#   {row.schedule}  ALIGNMENT_ROW={row.name}" in GITLAB.read_text()
+
+
+@pytest.mark.parametrize("row", MATRIX.rows, ids=lambda r: r.name)
+def test_what_a_night_left_is_kept_even_when_it_fails_and_the_call_is_made_last(row):
+    for path, always in ((GITHUB, "always()"), (GITCODE, "${{ always }}")):
+        night, keep, call = read(path)["jobs"][row.name]["steps"][-3:]
+        assert f"ci/rendered/{row.name}/night.sh night" in night["run"] and night["id"] == "night"
+        assert keep["if"] == always and "upload-artifact" in keep["uses"] and keep["with"]["path"] == "night"
+        assert call["if"] == always and call["run"] == 'bash ci/rendered/call.sh "$CODE"'
+        assert call["env"] == {"CODE": "${{ steps.night.outputs.code }}"}
+    shared = read(GITLAB)[".night"]
+    assert shared["artifacts"]["when"] == "always" and shared["artifacts"]["paths"] == ["night"]
+    assert shared["artifacts"]["reports"] == {"junit": "night/**/junit.xml"}
+
+
+def test_gitlab_lets_pass_what_does_not_page_and_nothing_else():
+    mild = [code for code, action in MATRIX.exit_codes.items() if action != "page" and code]
+    assert read(GITLAB)[".night"]["allow_failure"] == {"exit_codes": mild}
+
+
+def call(code, **environ):
+    line = ["bash", str(CI / "rendered" / "call.sh"), *([] if code is None else [str(code)])]
+    return subprocess.run(line, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **environ})
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 125, 137, 255, "", None])
+def test_every_exit_code_is_called_as_the_matrix_says(code):
+    done = call(code)
+    action = "page" if code in ("", None) else MATRIX.action(code)
+    assert done.stdout == f"{action}: the night ended with exit code {'none' if code in ('', None) else code}\n"
+    assert (done.returncode == 0) is (action != "page")
+
+
+def test_github_shows_a_page_as_an_error_and_a_warning_as_one():
+    assert call(1, GITHUB_ACTIONS="true").stdout.startswith("::error::page")
+    assert call(4, GITHUB_ACTIONS="true").stdout.startswith("::warning::warn")
+    assert call(0, GITHUB_ACTIONS="true").stdout.startswith("ignore")
