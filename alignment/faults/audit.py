@@ -19,6 +19,8 @@ from alignment.faults.checks import all_checks
 from alignment.faults.fault import STAGES, Fault
 
 BENIGN_SEEDS = 20
+UNDECLARED = "not said"
+"""Culprit of a context manager, which declares nothing: where it is placed is shown and not judged."""
 Progress = Callable[[str], None]
 
 
@@ -271,7 +273,7 @@ def faults_named(specs: Sequence[str]) -> list[Fault]:
         loaded = load_fault(spec)
         if not isinstance(loaded, Fault):
             loaded = Fault(
-                id=spec, title=spec, source="the command line", category="outside", stage=STAGES, culprit="not said",
+                id=spec, title=spec, source="the command line", category="outside", stage=STAGES, culprit=UNDECLARED,
                 layer=LAYERS[-1], setting="not said", why="not said", apply=loaded,
             )  # fmt: skip
         chosen.append(loaded)

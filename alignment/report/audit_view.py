@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from alignment.faults.audit import Audit
+from alignment.faults.audit import UNDECLARED, Audit
 from alignment.faults.fault import Fault
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def print_audit(console: Console, audit: Audit) -> None:
         "fault", "caught by", "layer", "stage", "placed at", "s", box=None, pad_edge=False, header_style="bold"
     )
     for row in audit.rows:
-        place = (
-            escape(row.place) if row.placed or not row.caught else f"{escape(row.place)} (not {escape(row.culprit)})"
-        )
+        place = escape(row.place)
+        if row.caught and not row.placed:
+            place += " (no culprit declared)" if row.culprit == UNDECLARED else f" (not {escape(row.culprit)})"
         layer = row.layer if row.by_cheapest_layer or not row.caught else f"{row.layer} (not {row.expected_layer})"
         table.add_row(row.fault, row.check or "MISSED", layer, row.stage, place, f"{row.seconds:.2f}")
     console.print(table)

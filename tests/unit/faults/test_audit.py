@@ -195,6 +195,18 @@ def test_the_command_takes_a_fault_from_a_file_and_fails_where_nothing_catches_i
     assert done.exit_code == 1 and "MISSED" in done.stdout
 
 
+def test_a_context_manager_that_declares_nothing_is_shown_where_it_is_caught(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from alignment.faults.seam import wrapped\n\n"
+        "def twice():\n"
+        "    return wrapped('alignment.models.rope:yarn_mscale', lambda original: lambda *given: 2 * original(*given))\n"
+    )
+    done = CliRunner().invoke(app, ["audit", "--faults", f"{path}:twice"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.stdout
+    assert "(no culprit declared)" in done.stdout and "not said" not in done.stdout
+
+
 def test_the_example_of_the_page_works(tmp_path):
     """The first Python block of docs/faults.md is a fault, and it is caught as the page says."""
     page = (ROOT / "docs" / "faults.md").read_text()
