@@ -26,9 +26,10 @@ MARKERS = {
     "gpu": "runs on a CUDA GPU",
     "engine": "needs an optional engine (Megatron, vLLM); only with -m engine",
     "slow": "for the nightly; only with -m slow",
+    "docs": "executes the commands of the documentation; only with -m docs",
 }
 LAYERS = ("unit", "layer", "e2e")
-BY_NAME_ONLY = ("engine", "slow")
+BY_NAME_ONLY = ("engine", "slow", "docs")
 DEVICE_MARKERS = {"cuda": "gpu", "npu": "npu"}
 KIND_NAMES = ("cpu", "cuda", "npu")
 UNAVAILABLE = "unavailable: "

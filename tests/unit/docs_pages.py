@@ -87,6 +87,7 @@ class Block:
     text: str
     line: int
     declarations: tuple[re.Match, ...] = ()
+    saved_as: str | None = None
 
 
 def blocks(text: str) -> list[Block]:
@@ -104,9 +105,20 @@ def blocks(text: str) -> list[Block]:
                 text=re.sub(rf"^{fence['indent']}", "", fence["text"], flags=re.M),
                 line=text.count("\n", 0, fence.start()) + 1,
                 declarations=tuple(_DECLARATION.finditer(tail[1] if tail else "")),
+                saved_as=saved[1]
+                if (saved := re.search(r"<!-- saved as `([\w./-]+)` -->", tail[1] if tail else ""))
+                else None,
             )
         )
     return found
+
+
+def saved_blocks(page: Path) -> dict[str, str]:
+    """The blocks that the page says are files, by name: ``<!-- saved as `my_fault.py` -->``."""
+    if not (ROOT / page).is_file():
+        return {}
+    found = blocks((ROOT / page).read_text(encoding="utf-8"))
+    return {block.saved_as: block.text for block in found if block.saved_as}
 
 
 @dataclass(frozen=True, kw_only=True)

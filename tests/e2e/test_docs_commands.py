@@ -1,0 +1,145 @@
+"""Every command of the documentation is executed: page by page, from top to bottom, in a copy of the repository.
+
+The commands of a page build on each other, as its reader would type them. What needs a device, an engine or an hour says
+so in a comment before its block, with the reason, and is parsed all the same (``tests/unit/test_docs_commands_parse.py``);
+what needs an engine is executed here where the engine is installed (``-m "docs and engine"``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from docs_pages import ROOT, Command, commands, english_pages, saved_blocks  # noqa: E402
+
+pytestmark = pytest.mark.docs
+
+SECONDS_PER_PAGE = 600
+STEPS = "trainer.total_training_steps=2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a page takes for granted.
+
+    Attributes:
+        words: what its reader puts in the place of the words in capitals.
+        before: shell commands that make what lies in the reader's folder before the page begins.
+    """
+
+    words: dict[str, str] = field(default_factory=dict)
+    before: str = ""
+
+
+GIVEN: dict[str, Given] = {}
+
+
+def smaller(text: str) -> str:
+    """The same command, made quick where the page leaves the number of steps open: two steps, in one process."""
+    if re.match(r"alignment (dapo|gkd)\b", text) and "engine=verl" not in text:
+        if "total_training_steps" not in text:
+            text = re.sub(r"^alignment (dapo|gkd)", rf"alignment \1 {STEPS}", text)
+        if "--executor" not in text and "n_gpus_per_node" not in text:
+            text = re.sub(r"^alignment (dapo|gkd)", r"alignment \1 --executor inprocess", text)
+    return text
+
+
+def filled(text: str, words: dict[str, str]) -> str:
+    for word, value in words.items():
+        text = re.sub(rf"(?<![\w/.-]){re.escape(word)}(?![\w-])", value, text)
+    return text
+
+
+def copy_of_the_repository(target: Path) -> Path:
+    """What is tracked, and what is new and not ignored, as a repository of its own: pages record, commit and write."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    commit = (
+        "git init -q && git config user.email docs@example.org && git config user.name docs && git add -A && "
+        "git -c core.hooksPath=/dev/null commit -q -m pages"
+    )
+    subprocess.run(["bash", "-euc", commit], cwd=target, check=True)
+    return target
+
+
+def executed(page: Path, tmp_path: Path, chosen: list[Command]) -> str:
+    """Runs the chosen commands of a page; what went wrong with the first that did not end as it should, or nothing."""
+    given = GIVEN.get(str(page), Given())
+    sandbox, log = copy_of_the_repository(tmp_path / "repository"), tmp_path / "log"
+    log.mkdir()
+    for name, text in saved_blocks(page).items():
+        (sandbox / name).write_text(text, encoding="utf-8")
+    script = ["set -o pipefail; TIMEFORMAT='%0U + %0S of %0R s'", f"cd {sandbox}"]
+    if given.before:
+        script.append(f"( set -eu\n{given.before}\n) > {log}/before.out 2>&1 || exit 99")
+    for number, command in enumerate(chosen):
+        (log / f"{number}.sh").write_text(smaller(filled(command.text, given.words)), encoding="utf-8")
+        script += [
+            f'{{ time eval "$(cat {log}/{number}.sh)" > {log}/{number}.out 2>&1 < /dev/null; }} 2> {log}/{number}.time',
+            f"code=$?; echo $code > {log}/{number}.code; [ $code -eq {command.exits} ] || exit 1",
+        ]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(sandbox),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+    }
+    process = subprocess.Popen(["bash", "-c", "\n".join(script)], env=environment, start_new_session=True)
+    try:
+        process.wait(timeout=SECONDS_PER_PAGE)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 9)
+    if process.returncode == 99:
+        return f"{page}: what the page takes for granted could not be made:\n{(log / 'before.out').read_text()[-3000:]}"
+    for number, command in enumerate(chosen):
+        code, took, said = (_read(log / f"{number}.{kind}") for kind in ("code", "time", "out"))
+        print(f"{command.place}: {took.strip()}: {command.text.splitlines()[0][:90]}")
+        if code.strip() != str(command.exits):
+            ran = (log / f"{number}.sh").read_text()
+            return (
+                f"{command.place}: exit code {code.strip() or 'none'}, expected {command.exits}:\n{ran}\n{said[-3000:]}"
+            )
+    return ""
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def of_page(page: Path, needs: str | None) -> list[Command]:
+    return [command for command in commands(page) if command.needs == needs]
+
+
+@pytest.mark.parametrize("page", [p for p in english_pages() if of_page(p, None)], ids=str)
+def test_the_commands_of_a_page_do_what_it_says(page, tmp_path):
+    assert executed(page, tmp_path, of_page(page, None)) == ""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", [p for p in english_pages() if of_page(p, "engine")], ids=str)
+def test_the_commands_of_a_page_that_need_an_engine_do_what_it_says(page, tmp_path):
+    assert executed(page, tmp_path, of_page(page, "engine")) == ""
+
+
+def test_a_command_that_does_not_do_what_it_says_is_found(tmp_path):
+    page = Path("docs/page.md")
+    right, wrong = (Command(page=page, line=n, text=t) for n, t in ((3, "export A=1"), (4, "echo $A; test $A = 2")))
+    found = executed(page, tmp_path, [right, wrong])
+    assert found.startswith("docs/page.md:4: exit code 1, expected 0:") and found.endswith("1\n")
