@@ -30,7 +30,7 @@ from pathlib import Path
 
 CI = Path(__file__).resolve().parent
 VOLCANO = Path("/etc/volcano")
-PORT = 6379
+PORT = int(os.environ.get("ALIGNMENT_RAY_PORT", "6379"))
 ROLES = ("alone", "head", "worker")
 SIOCGIFADDR = 0x8915
 DID_NOT_RUN = 3
@@ -254,9 +254,11 @@ def main(arguments: list[str]) -> int:
     record = {"row": options.row, "role": options.role, "night": night, "began": now()}
     code = DID_NOT_RUN
     try:
-        address = own_address(os.environ)
-        os.environ.update(communication(address, os.environ))
-        record |= {"address": address, "interface": interface_of(address), "cards": dict([cards()])}
+        record["cards"] = dict([cards()])
+        if options.role != "alone":
+            address = own_address(os.environ)
+            os.environ.update(communication(address, os.environ))
+            record |= {"address": address, "interface": interface_of(address)}
         if options.role == "worker":
             return run_worker(options, address, record)
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests against schemas: Kubernetes' own for its kinds and every pod, ours for Volcano and KubeRay."""
+"""The Kubernetes manifests against schemas: Kubernetes' own for its kinds and pods, ours for Volcano and KubeRay."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_broken_volcano_job_fails(fault):
 POD_FAULTS = {
     "a misspelt field": (lambda pod: pod.update(hostnetwork=True), "hostnetwork"),
     "a resource that is no quantity": (
-        lambda pod: pod["containers"][0]["resources"]["limits"].update({"huawei.com/Ascend910": [8]}), "Ascend910|not of"),
+        lambda pod: pod["containers"][0]["resources"]["limits"].update({"nvidia.com/gpu": [8]}), "is not valid under"),
     "a mount without a path": (lambda pod: pod["containers"][0]["volumeMounts"][0].pop("mountPath"), "mountPath"),
     "a number where a text belongs": (
         lambda pod: pod["containers"][0]["env"].append({"name": "X", "value": 1}), "is not of type"),

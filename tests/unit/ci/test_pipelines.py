@@ -1,4 +1,4 @@
-"""The pipelines of GitHub, GitLab and GitCode: valid, complete, keeping what a night left, and red when it has to be."""
+"""The pipelines of GitHub, GitLab and GitCode: valid, complete, keeping what a night left, red when they have to be."""
 
 from __future__ import annotations
 
@@ -52,8 +52,25 @@ def test_gitcode_s_documentation_holds():
 def test_issue_forms_are_valid_and_ask_for_the_doctor(path):
     done = check_schema(path, "vendor.github-issue-forms")
     assert done.returncode == 0, done.stdout
-    if path.name != "feature.yml":
+    if path.name != "4-feature.yml":
         assert "alignment doctor --json" in path.read_text(encoding="utf-8")
+
+
+def test_gitcode_asks_for_the_same():
+    templates = sorted((ROOT / ".gitcode" / "ISSUE_TEMPLATE").glob("*.md"))
+    assert {p.stem for p in templates} == {"misalignment", "bug", "nightly"}
+    for path in templates:
+        _, front, body = path.read_text(encoding="utf-8").split("---\n", 2)
+        assert {"name", "about", "title", "labels"} <= set(yaml.safe_load(front))
+        assert "### alignment doctor --json" in body
+    pull_requests = [ROOT / ".gitcode" / "PULL_REQUEST_TEMPLATE.md", ROOT / ".github" / "pull_request_template.md"]
+    assert len({path.read_text(encoding="utf-8") for path in pull_requests}) == 1
+
+
+def test_a_broken_form_fails_its_schema(tmp_path):
+    broken = tmp_path / "1-misalignment.yml"
+    broken.write_text(FORMS[0].read_text(encoding="utf-8").replace("type: textarea", "type: text", 1))
+    assert check_schema(broken, "vendor.github-issue-forms").returncode == 1
 
 
 def test_a_broken_workflow_fails_its_schema(tmp_path):
@@ -86,8 +103,9 @@ def test_what_only_github_understands_fails_on_gitcode(old, new, message, tmp_pa
 
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not on the path")
 def test_actionlint_finds_nothing():
-    line = ["actionlint", "-config-file", str(ROOT / ".github" / "actionlint.yaml")]
-    done = subprocess.run([*line, *map(str, (ROOT / ".github" / "workflows").glob("*.yml"))], capture_output=True, text=True)
+    files = map(str, (ROOT / ".github" / "workflows").glob("*.yml"))
+    line = ["actionlint", "-config-file", str(ROOT / ".github" / "actionlint.yaml"), *files]
+    done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

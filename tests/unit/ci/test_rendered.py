@@ -78,7 +78,7 @@ PLANTED = {
     "a recipe that does not exist": (
         None, lambda d: d["chips"]["A2"].update(containerfile="atlass"), "there is no such recipe"),
     "a base image of a component that the stack lacks": (
-        None, lambda d: d["chips"]["CPU"].update(base="cann:{CANN}"), r"names a component that the stack does not have"),
+        None, lambda d: d["chips"]["CPU"].update(base="cann:{CANN}"), "a component that the stack does not have"),
 }  # fmt: skip
 
 
