@@ -1,8 +1,9 @@
-"""Every command of the documentation is executed: page by page, from top to bottom, in a copy of the repository.
+"""Every command of the documentation is executed, page by page, from top to bottom, in a copy of the repository.
 
-The commands of a page build on each other, as its reader would type them. What needs a device, an engine or an hour says
-so in a comment before its block, with the reason, and is parsed all the same (``tests/unit/test_docs_commands_parse.py``);
-what needs an engine is executed here where the engine is installed (``-m "docs and engine"``).
+The commands of a page build on each other, as its reader would type them. What needs a device, an engine or an hour
+says so in a comment before its block, with the reason, and is parsed all the same
+(``tests/unit/test_docs_commands_parse.py``); what needs an engine is executed here where the engine is installed
+(``-m "docs and engine"``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,51 @@ class Given:
     before: str = ""
 
 
-GIVEN: dict[str, Given] = {}
+SHORT_RUN = f"alignment dapo --executor inprocess {STEPS} trainer.record_batches=true capture.detail=sketch --run-dir"
+WEIGHT_SYNC = "alignment run --only weight_sync --run-dir"
+GIVEN = {
+    "README.md": Given(
+        words={"OLD": "baselines", "NEW": "baselines", "CHECKPOINT": "baselines/checkpoints/tiny-moonlight-warm"},
+        before=f"{SHORT_RUN} runs/gpu",
+    ),
+    "docs/bisect.md": Given(
+        words={"FOLDER": "state"},
+        before="""
+            alignment bisect freeze -o march.yaml
+            sed -i 's/^  transformers: .*/  transformers: "4.57.1"/' march.yaml
+            for end in 1 2; do
+              printf 'schema: 1\\ncomponents: {kernels: "%s"}\\ndefine: {kernels: {external: true}}\\n' $end > $end.yaml
+            done
+            alignment bisect run --good 1.yaml --bad 2.yaml --provider command --activate true --state state \\
+              --probe 'test "$ALIGNMENT_STACK_KERNELS" = 1'
+        """,
+    ),
+    "docs/compare.md": Given(
+        words={"GOLDEN": "runs/golden", "TARGET": "runs/target", "BENIGN": "runs/benign"},
+        before="\n".join(f"{SHORT_RUN} runs/{name}" for name in ("golden", "target", "benign")),
+    ),
+    "docs/diagnose.md": Given(
+        words={
+            "runs/RUN": "runs/night",
+            "CHECK": "weight_sync.decode",
+            "CHECKPOINT": "baselines/checkpoints/tiny-moonlight-warm",
+            "PROFILER_FOLDER": "profile",
+        },
+        before=f"""
+            {WEIGHT_SYNC} runs/night
+            mkdir profile
+            printf 'Device,Component,Timestamp(us),Total Reserved(KB)\\n0,HCCL,1.0,2048\\n' > profile/npu_module_mem.csv
+        """,
+    ),
+    "docs/gkd.md": Given(before="cp alignment/rl/presets/gkd/gkd-tiny.yaml my-gkd.yaml"),
+    "docs/precision-collector.md": Given(
+        before=f"""
+            sed 's/npu_dump/gpu_dump/' precision_collector.yaml > gpu.yaml
+            alignment dapo --executor inprocess {STEPS} ascend_precision_collector=gpu.yaml
+        """,
+    ),
+    "docs/verl.md": Given(words={"FOLDER": "runs/a/verl"}),
+}
 
 
 def smaller(text: str) -> str:

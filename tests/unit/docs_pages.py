@@ -203,13 +203,17 @@ def commands(page: Path) -> list[Command]:
     for block in blocks((ROOT / page).read_text(encoding="utf-8")):
         if block.language != "bash":
             continue
-        for offset, text in statements(block.text):
+        found_here = statements(block.text)
+        plain = [_without_comment(text).strip() for _, text in found_here]
+        for (offset, text), bare in zip(found_here, plain):
             needs, why, exits, used = None, "", 0, []
             for declared in block.declarations:
                 beginnings = re.findall(r"`([^`]+)`", declared["only"] or "")
-                if beginnings and not any(text.startswith(b) for b in beginnings):
+                # A beginning that is a whole command of the block means that one alone.
+                meant = [b for b in beginnings if (bare == b if b in plain else bare.startswith(b))]
+                if beginnings and not meant:
                     continue
-                used += [b for b in beginnings if text.startswith(b)]
+                used += meant
                 if declared["kind"]:
                     needs, why = declared["kind"], declared["why"]
                 else:
@@ -234,25 +238,41 @@ def simple_commands(text: str) -> list[list[str]]:
     inner = re.findall(r"\$\(([^()]*)\)", head)
     flat = re.sub(r"\\\n", " ", re.sub(r"\$\([^()]*\)", "substituted", head))
     found: list[list[str]] = []
-    for line in flat.split("\n"):
-        words: list[str] = []
-        skip = False
-        for word in _lexed(_without_comment(line)):
-            if skip:
-                skip = False
-            elif word in _OPERATORS:
-                found.append(words)
-                words = []
-            elif re.fullmatch(r"[<>]+&?|&>+|>&", word):
-                skip = True
-                if words and words[-1].isdigit():
-                    words.pop()
-            else:
-                words.append(word)
-        found.append(words)
+    words: list[str] = []
+    skip = False
+    for word in _lexed(_on_one_line(flat)):
+        if skip:
+            skip = False
+        elif word in _OPERATORS:
+            found.append(words)
+            words = []
+        elif re.fullmatch(r"[<>]+&?|&>+|>&", word):
+            skip = True
+            if words and words[-1].isdigit():
+                words.pop()
+        else:
+            words.append(word)
+    found.append(words)
     for nested in inner:
         found += simple_commands(nested)
     return [w for w in map(_bare, found) if w]
+
+
+def _on_one_line(text: str) -> str:
+    """Ends of lines as semicolons where they end a command, and no comments."""
+    quote, kept, comment = "", [], False
+    for i, character in enumerate(text):
+        if comment:
+            comment = character != "\n"
+        elif not quote and character == "#" and (i == 0 or text[i - 1].isspace()):
+            comment = True
+        elif quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        if not comment:
+            kept.append(" ; " if character == "\n" and not quote else character)
+    return "".join(kept)
 
 
 def _lexed(text: str) -> list[str]:

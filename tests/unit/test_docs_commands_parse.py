@@ -10,15 +10,26 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from docs_pages import NEEDS, ROOT, Command, blocks, commands, english_pages, simple_commands, statements, twin_of
+from docs_pages import (
+    NEEDS,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    english_pages,
+    saved_blocks,
+    simple_commands,
+    statements,
+    twin_of,
+)
 
 from alignment.errors import InputError
 from alignment.pytest_plugin import MARKERS
 
 FOREIGN = {
-    ".", "[", "bash", "cat", "cd", "cp", "curl", "docker", "echo", "export", "git", "grep", "head", "kubectl", "ls",
-    "mkdir", "mv", "pip", "python", "python3", "rm", "scp", "sed", "set", "source", "tail", "tar", "test", "true", "uv",
-    "wc",
+    ".", "[", "bash", "cat", "cd", "cp", "curl", "date", "docker", "echo", "export", "git", "grep", "head", "kubectl",
+    "ls", "mkdir", "mv", "pip", "python", "python3", "rm", "scp", "sed", "set", "source", "tail", "tar", "test", "true",
+    "uv", "wc",
 }  # fmt: skip
 """Programs of others that a page may call; everything else has to be ours."""
 
@@ -35,8 +46,8 @@ def programs(command: Command) -> list[list[str]]:
     return found
 
 
-def fault_of(words: list[str], pytestconfig) -> str | None:
-    """What is wrong with a simple command, or None. Nothing of it is executed."""
+def fault_of(words: list[str], pytestconfig, made: set[str] = frozenset()) -> str | None:
+    """What is wrong with a simple command, or None; ``made`` are files of the page. Nothing of it is executed."""
     program, arguments = words[0], words[1:]
     if program == "alignment":
         return fault_of_alignment(arguments)
@@ -48,14 +59,20 @@ def fault_of(words: list[str], pytestconfig) -> str | None:
             root = arguments[1].split(".")[0]
             known = root in ("verl", "venv", "mkdocs", "http", "pip") or importlib.util.find_spec(arguments[1])
             return None if known else f"no module {arguments[1]}"
-        return missing_file(arguments[0]) if arguments[0].endswith(".py") else None
+        return missing_file(arguments[0], made) if arguments[0].endswith(".py") else None
     if "/" in program:
         return missing_file(program)
     return None if program in FOREIGN else f"no program {program}"
 
 
-def missing_file(name: str) -> str | None:
-    return None if (ROOT / name).is_file() else f"no file {name}"
+def missing_file(name: str, made: set[str] = frozenset()) -> str | None:
+    return None if name in made or (ROOT / name).is_file() else f"no file {name}"
+
+
+def files_of(page: Path) -> set[str]:
+    """What the page itself writes, by a redirection or as a block that is saved."""
+    written = (re.findall(r"(?<![0-9&])>\s*([\w./-]+)", command.text) for command in commands(page))
+    return set(saved_blocks(page)).union(*written)
 
 
 def fault_of_alignment(arguments: list[str]) -> str | None:
@@ -130,11 +147,12 @@ def fault_of_pytest(arguments: list[str], pytestconfig) -> str | None:
 
 @pytest.mark.parametrize("page", english_pages(), ids=str)
 def test_every_command_of_the_page_parses(page, pytestconfig):
+    made = files_of(page)
     wrong = [
         f"{command.place}: {' '.join(words)}: {fault}"
         for command in commands(page)
         for words in programs(command)
-        if (fault := fault_of(words, pytestconfig))
+        if (fault := fault_of(words, pytestconfig, made))
     ]
     assert wrong == []
 
@@ -209,6 +227,7 @@ def test_statements_are_complete():
     assert [line for line, _ in statements(text)] == [0, 3, 6, 8]
     assert simple_commands("A=1 a --x 'y z' > out 2>&1 && b | c; ! d") == [["a", "--x", "y z"], ["b"], ["c"], ["d"]]
     assert simple_commands("for i in 1 2; do\n  c $i\ndone") == [["c", "$i"]]
+    assert simple_commands("python -c 'a\nb' # c\nd") == [["python", "-c", "a\nb"], ["d"]]
     assert simple_commands("cat > f <<END\nalignment rnu\nEND") == [["cat"]]
 
 
