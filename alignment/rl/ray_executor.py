@@ -282,7 +282,8 @@ def connect(*, address: str | None = None, debug: bool = False) -> bool:
         return False
     address = address or os.environ.get("RAY_ADDRESS") or None
     ray.init(
-        address=address,
+        # Without "local" Ray would join whatever cluster was started last on this machine, somebody else's included.
+        address=address or "local",
         include_dashboard=False,
         log_to_driver=debug,
         logging_level=logging.INFO if debug else logging.ERROR,
