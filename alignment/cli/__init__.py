@@ -14,6 +14,7 @@ from alignment.cli import (
     bisect,
     checkpoint,
     checks,
+    communication,
     compare,
     environment,
     experiments,
@@ -44,6 +45,7 @@ app.command("ablate")(experiments.ablate)
 app.command("report")(report.report)
 app.command("triage")(triage.triage)
 app.command("stress")(stress.stress)
+app.command("communication")(communication.communication)
 app.command("doctor")(environment.doctor)
 app.add_typer(baseline.baseline_app, name="baseline")
 app.add_typer(bisect.bisect_app, name="bisect")

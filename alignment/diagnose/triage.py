@@ -118,5 +118,10 @@ def _ordered(axes: Sequence[AxisReport]) -> list[Finding]:
     findings = [finding for axis in axes for finding in axis.findings]
     return sorted(
         findings,
-        key=lambda finding: (not finding.cause.startswith("garbled"), _PRIORITY[finding.axis], -finding.weight),
+        key=lambda finding: (
+            not finding.cause.startswith("garbled"),
+            # A collective that was shown to be wrong is a fact about the machine, like a bad card.
+            -1 if finding.cause == software.CONVICTED else _PRIORITY[finding.axis],
+            -finding.weight,
+        ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alignment.bisect.constraints import load_constraints
@@ -10,10 +10,22 @@ from alignment.bisect.known_bad import known_bad_of
 from alignment.bisect.stack import Stack, load_stack
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.run_stages import RunData, StageVerdict
+from alignment.errors import InputError
+from alignment.files import read_json
 from alignment.numerics.verdict import Outcome
 
 AXIS = AXES[3]
 STACK = "stack.yaml"
+TESTED = "communication.json"
+CONVICTED = "communication is wrong"
+_MEGATRON = "actor_rollout_ref.actor.megatron."
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 COMMUNICATION = 0.01
 """Relative difference of loss or gradient norm between one process and many, from which communication is convicted: the
 field's rule."""
@@ -27,7 +39,8 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
         explained: whether another axis already says why a stage parts.
     """
     ours, theirs = (_stack(run.directory) for run in (dut, baseline))
-    findings: list[Finding] = []
+    findings, tested = _tested(dut.directory)
+    convicted = bool(findings)
     remarks: list[str] = []
     bisect = ""
     if ours is not None:
@@ -48,20 +61,81 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
                 f"alignment bisect run --good {baseline.directory / STACK} --bad {dut.directory / STACK} --probe CHECK"
             )
     parted = next((stage for stage in stages if stage.outcome is Outcome.FAIL), None)
-    if parted is not None and not explained:
+    if parted is not None and not explained and not convicted:
         findings.append(_computed(parted, dut, baseline, bisect))
     judged = [stage for stage in stages if stage.outcome is not Outcome.INCONCLUSIVE]
     compared = f"{len(judged)} stages of {len({s.step for s in judged})} steps agree" if judged else "the stacks agree"
+    if tested:
+        compared += f"; communication was tested: {tested}"
     both = ours is not None and theirs is not None
-    unseen = "" if both or judged else "one stack at most was recorded, and no stage could be compared"
+    unseen = "" if both or judged or tested else "one stack at most was recorded, and no stage could be compared"
     return report(
         AXIS,
         findings,
         compared=compared,
         remarks=remarks,
         unseen=unseen,
-        next_command=bisect or "alignment bisect freeze -o RUN/stack.yaml in the environment of each run",
+        next_command="; ".join(
+            filter(
+                None,
+                (
+                    bisect or "alignment bisect freeze -o RUN/stack.yaml in the environment of each run",
+                    communication_command(dut) if dut.world_size > 1 and not tested and not convicted else "",
+                ),
+            )
+        ),
     )
+
+
+def communication_command(run: RunData) -> str:
+    """The communication test of a run's own model and layout, with its answer where triage looks for it."""
+    into = f"--json > {run.directory / TESTED}"
+    if run.engine == "alignment" and run.config:
+        return f"alignment communication --run {run.directory} {into}"
+    asked = [f"trainer.n_gpus_per_node={run.world_size}"]
+    strategy = str(run.config.get("actor_rollout_ref.actor.strategy") or "")
+    if strategy:
+        asked.append(f"engine.train={'megatron' if strategy == 'megatron' else 'fsdp'}")
+    for key in ("actor_rollout_ref.model.path", *(f"{_MEGATRON}{name}" for name in _SIZES)):
+        value = run.config.get(key)
+        if value not in (None, 1) and (strategy == "megatron" or key.endswith("path")):
+            asked.append(f"{key}={value}")
+    return f"alignment communication {' '.join(asked)} {into}"
+
+
+def _tested(directory: Path) -> tuple[list[Finding], str]:
+    """What ``alignment communication --json`` found and what it passed, where its answer lies in the run's folder.
+
+    Raises:
+        InputError: the file is no such answer.
+    """
+    path = directory / TESTED
+    if not path.is_file():
+        return [], ""
+    told = read_json(path)
+    verdicts = told.get("verdicts") if isinstance(told, Mapping) else None
+    if not isinstance(verdicts, list) or not all(
+        isinstance(v, Mapping) and {"check", "outcome", "reason"} <= v.keys() for v in verdicts
+    ):
+        raise InputError(
+            "not an answer of alignment communication",
+            where=path,
+            next_step=f"alignment communication --run {directory} --json > {path}",
+        )
+    findings = [
+        Finding(
+            axis=AXIS,
+            cause=CONVICTED,
+            evidence=str(verdict["reason"]),
+            # A collective by name says more than a sum that is off.
+            weight=6 if verdict["check"].endswith("collectives") else 5,
+            next_command=str(verdict.get("next_command") or ""),
+        )
+        for verdict in verdicts
+        if verdict["outcome"] == Outcome.FAIL.value
+    ]
+    passed = [str(v["check"]).removeprefix("communication/") for v in verdicts if v["outcome"] == Outcome.PASS.value]
+    return findings, ", ".join(passed)
 
 
 def _computed(parted: StageVerdict, dut: RunData, baseline: RunData, bisect: str) -> Finding:
@@ -72,7 +146,7 @@ def _computed(parted: StageVerdict, dut: RunData, baseline: RunData, bisect: str
             axis=AXIS,
             cause="communication",
             evidence=f"{ranks[0]} ranks against {ranks[1]} with one global batch: {parted.reason}",
-            next_command=f"alignment dapo trainer.n_gpus_per_node={ranks[1]} on the device, against the same baseline",
+            next_command=communication_command(dut),
         )
     return Finding(
         axis=AXIS,

@@ -1,0 +1,222 @@
+"""Collectives of real ranks, recorded and replayed: the first wrong one is named with its cause."""
+
+from __future__ import annotations
+
+import re
+
+import collective_faults
+import collective_ranks
+import pytest
+import torch
+
+from alignment.diagnose.collective_record import RECORD, Call, CollectiveRecorder, RankRecord, load_records
+from alignment.diagnose.collective_replay import replay
+from alignment.errors import InputError
+
+U = torch.finfo(torch.float32).eps / 2
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """What four ranks recorded, by case."""
+    folder = tmp_path_factory.mktemp("collectives")
+    for name in ("clean", "unseen", *collective_ranks.FAULTS):
+        (folder / name).mkdir()
+    torch.multiprocessing.spawn(collective_ranks.main, args=(str(folder),), nprocs=collective_ranks.SIZE)
+    return folder
+
+
+def test_every_kind_is_recorded_and_right(recordings):
+    found = replay(load_records(recordings / "clean"))
+    assert found.wrong == () and found.unjudged == {}
+    # The coalesced call holds two sums, objects travel as two gathers; rows of two ranks are two groups.
+    assert found.judged == {
+        "all_reduce": 10 + 1, "all_gather": 4, "reduce_scatter": 1, "all_to_all": 2, "broadcast": 1, "reduce": 1,
+        "gather": 1, "scatter": 1, "send and recv": 2 + 4 + 4,
+    }  # fmt: skip
+    assert 0 < found.used <= 1
+
+
+CAUSES = {
+    "lost_contribution": ("all_reduce", 1, (0, 1), "the contribution of rank 1 is lost"),
+    "mean_of_ranks": ("all_reduce", 1, (0, 1), "a mean in place of a sum"),
+    "low_precision": ("all_reduce", 1, (0, 1), "reduced in bfloat16"),
+    "wrong_group": ("all_reduce", 1, (0, 1), "the ranks 0, 2 were reduced: another group"),
+    "bit_flip": ("all_reduce", 1, (0, 1), f"bit {collective_faults.WRONG_BIT} of one element is flipped"),
+    "swapped_order": ("all_gather", 2, (0, 1), "the parts of ranks 0, 1 are in another order"),
+}
+
+
+@pytest.mark.parametrize("name", collective_ranks.FAULTS)
+def test_the_first_wrong_collective_is_named_with_its_cause(recordings, name):
+    op, call, ranks, cause = CAUSES[name]
+    first = replay(load_records(recordings / name)).first
+    # The rows of two have calls of their own: the broadcast before is the world's.
+    assert (first.op, first.index, first.ranks, first.cause) == (op, call - 1, ranks, cause)
+    assert str(first).startswith(f"{op} of the group of ranks 0, 1, call {call - 1}, on rank ")
+
+
+def test_a_flipped_bit_is_placed(recordings):
+    first = replay(load_records(recordings / "bit_flip")).first
+    assert (first.rank, first.element) == (collective_faults.WRONG_RANK, (0, collective_faults.WRONG_PLACE))
+    assert first.error > first.bound
+
+
+def test_a_swap_is_placed_in_its_part(recordings):
+    first = replay(load_records(recordings / "swapped_order")).first
+    assert (first.rank, first.part, first.element) == (0, 0, (0, 0))
+
+
+def test_what_goes_past_the_functions_is_counted(recordings):
+    found = replay(load_records(recordings / "unseen"))
+    [(why, count)] = found.unjudged.items()
+    assert "allreduce" in why and "past torch.distributed's functions" in why and count == 4
+
+
+# --- replay alone ----------------------------------------------------------------------------------------------------
+
+
+def world(*calls_by_rank: list[Call]) -> list[RankRecord]:
+    return [RankRecord(rank=r, calls=calls, unseen={}, facts={}) for r, calls in enumerate(calls_by_rank)]
+
+
+def summed(inputs, outputs, *, reduce="SUM", dtype=torch.float32) -> list[RankRecord]:
+    ranks = tuple(range(len(inputs)))
+    return world(
+        *(
+            [
+                Call(
+                    op="all_reduce",
+                    ranks=ranks,
+                    group="",
+                    rank=rank,
+                    reduce=reduce,
+                    inputs=[torch.tensor(inputs[rank], dtype=dtype)],
+                    outputs=[torch.tensor(outputs[rank], dtype=dtype)],
+                )
+            ]
+            for rank in ranks
+        )
+    )
+
+
+def test_another_order_of_three_summands_is_right_and_more_is_not():
+    """1 + u + u is 1 from the left and 1 + 2u from the right: both are sums of the three."""
+    inputs = [[1.0], [U], [U]]
+    for output in (1.0, 1.0 + 2 * U):
+        assert replay(summed(inputs, [[output]] * 3)).first is None
+    assert replay(summed(inputs, [[1.0 + 8 * U]] * 3)).first.error > 2 * U
+
+
+def test_two_summands_have_one_sum():
+    assert replay(summed([[1.0], [U]], [[1.0]] * 2)).first is None
+    assert replay(summed([[1.0], [2 * U]], [[1.0]] * 2)).first is not None
+
+
+def test_ranks_that_hold_different_sums_are_named():
+    first = replay(summed([[1.0], [U], [U]], [[1.0], [1.0], [1.0 + 2 * U]])).first
+    assert first.rank == 2 and first.cause == "rank 0 and this one hold different sums"
+
+
+def test_a_mean_is_judged_as_one():
+    assert replay(summed([[1.0], [2.0], [4.0]], [[7 / 3]] * 3, reduce="AVG")).first is None
+    first = replay(summed([[1.0], [2.0], [4.0]], [[7.0]] * 3, reduce="AVG")).first
+    assert first.cause == "a sum in place of a mean"
+
+
+def test_nan_and_infinity_have_to_arrive():
+    nan, inf = float("nan"), float("inf")
+    assert replay(summed([[nan], [1.0]], [[nan], [nan]])).first is None
+    assert replay(summed([[nan], [1.0]], [[1.0], [1.0]])).first is not None
+    assert replay(summed([[inf], [1.0]], [[inf], [inf]])).first is None
+    assert replay(summed([[inf], [1.0]], [[0.0], [0.0]])).first is not None
+    most = torch.finfo(torch.float32).max
+    assert replay(summed([[most], [most]], [[inf], [inf]])).first is None
+    assert replay(summed([[1.0], [1.0]], [[inf], [inf]])).first is not None
+
+
+def test_nothing_reduced_is_called_so():
+    first = replay(summed([[1.0, 2.0], [3.0, 5.0]], [[1.0, 2.0], [3.0, 5.0]])).first
+    assert (first.rank, first.cause) == (0, "its own input: nothing was reduced")
+
+
+def test_an_unknown_reduction_is_not_judged():
+    found = replay(summed([[1.0], [2.0]], [[9.0], [9.0]], reduce="another reduction"))
+    assert found.first is None and found.unjudged == {"all_reduce with another reduction": 1}
+
+
+def moved(op: str, output: list[float], **more) -> list[RankRecord]:
+    given = torch.tensor([1.0, 2.0])
+    there = Call(op=op, ranks=(0, 1), group="data", rank=1, outputs=[torch.tensor(output)], **more)
+    here = Call(op=op, ranks=(0, 1), group="data", rank=0, inputs=[given], outputs=[given], **more)
+    return world([here], [there])
+
+
+def test_a_broadcast_has_to_arrive_bit_for_bit():
+    assert replay(moved("broadcast", [1.0, 2.0], root=0)).first is None
+    first = replay(moved("broadcast", [1.0, 2.0 * (1 + 2 * U)], root=0)).first
+    assert first.place == "broadcast of the data of ranks 0, 1, call 0, on rank 1, element [1]"
+    assert first.cause == "bit 0 of one element is flipped"
+    # −0 is not 0, bit by bit.
+    zero = world(
+        [
+            Call(
+                op="broadcast",
+                ranks=(0, 1),
+                group="",
+                rank=0,
+                root=0,
+                inputs=[torch.zeros(1)],
+                outputs=[torch.zeros(1)],
+            )
+        ],
+        [Call(op="broadcast", ranks=(0, 1), group="", rank=1, root=0, outputs=[-torch.zeros(1)])],
+    )
+    assert replay(zero).first.cause == "bit 31 of one element is flipped"
+
+
+def test_fewer_elements_than_were_sent():
+    assert replay(moved("broadcast", [1.0], root=0)).first.cause == "1 elements came out where 2 went in"
+
+
+def test_a_rank_that_stays_away_or_calls_something_else_is_named():
+    one, two = moved("broadcast", [1.0, 2.0], root=0)
+    gone = replay(world(list(one.calls), [])).first
+    assert (gone.rank, gone.cause) == (1, "the rank did not take part")
+    other = Call(op="all_reduce", ranks=(0, 1, 2), group="", rank=2, reduce="SUM")
+    same = [
+        Call(op="broadcast", ranks=(0, 1, 2), group="", rank=r, root=0, inputs=[torch.zeros(1)] * (r == 0))
+        for r in range(2)
+    ]
+    odd = replay(world([same[0]], [same[1]], [other])).first
+    assert (odd.rank, odd.cause) == (2, "the rank called all_reduce SUM where the others called broadcast")
+
+
+def test_a_message_that_is_another_ones():
+    first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    sent = [Call(op="send", ranks=(0, 1), group="", rank=0, root=1, inputs=[x]) for x in (first, second)]
+    got = [Call(op="recv", ranks=(0, 1), group="", rank=1, root=0, outputs=[x]) for x in (first, first)]
+    wrong = replay(world(sent, got)).first
+    assert (wrong.op, wrong.index, wrong.rank) == ("send and recv", 1, 1)
+
+
+def test_recording_needs_ranks():
+    with pytest.raises(InputError, match="there is no process group"):
+        CollectiveRecorder().begin()
+
+
+def test_a_folder_without_records_and_a_damaged_one(tmp_path):
+    with pytest.raises(InputError, match="no collectives were recorded there"):
+        load_records(tmp_path)
+    path = tmp_path / RECORD.format(rank=0)
+    path.write_bytes(b"nothing")
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        load_records(tmp_path)
+
+
+def test_what_overflows_on_its_way_is_no_finding():
+    """Adding the large ones first overflows float16, though the sum of all is finite."""
+    inputs = [[60000.0], [60000.0], [-60000.0]]
+    for output, right in ((float("inf"), True), (60000.0, True), (59000.0, False)):
+        first = replay(summed(inputs, [[output]] * 3, dtype=torch.float16)).first
+        assert (first is None) is right
