@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import struct
@@ -33,6 +34,8 @@ VOLCANO = Path("/etc/volcano")
 PORT = int(os.environ.get("ALIGNMENT_RAY_PORT", "6379"))
 ROLES = ("alone", "head", "worker")
 SIOCGIFADDR = 0x8915
+ENDING = (signal.SIGTERM, signal.SIGINT)
+TOKEN = "ray-token"
 DID_NOT_RUN = 3
 """Exit code of a launch that did not come to a night: page, as nobody maps it to less."""
 
@@ -132,8 +135,8 @@ def ray_start(address: str, *, head: str | None) -> list[str]:
     elif resource == "GPU":
         line.append(f"--num-gpus={count}")
     if head is None:
-        return [*line, "--head", f"--port={PORT}", "--include-dashboard=false"]
-    return [*line, f"--address={head}:{PORT}", "--block"]
+        return [*line, "--block", "--head", f"--port={PORT}", "--include-dashboard=false"]
+    return [*line, "--block", f"--address={head}:{PORT}"]
 
 
 def tool(name: str) -> str:
@@ -172,25 +175,76 @@ def wait_for_nodes(address: str, wanted: int, *, patience: float, pause: float =
         time.sleep(pause)
 
 
-def run_worker(options, address: str, record: dict) -> int:
+def share_token(path: Path) -> str:
+    """The secret of this cluster, made by the head and read by its nodes from the store: without it whoever reaches a
+    node's network may run code there. A head that is started again finds the one it made.
+    """
+    token = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return path.read_text(encoding="utf-8")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(token)
+    return token
+
+
+def read_token(path: Path, *, patience: float, pause: float) -> str:
+    """The secret that the head wrote.
+
+    Raises:
+        LaunchError: it did not come: the head did not start, or this node has another store.
+    """
+    end = time.monotonic() + patience
+    while True:
+        token = path.read_text(encoding="utf-8") if path.exists() else ""
+        if token:
+            return token
+        if time.monotonic() >= end:
+            raise LaunchError(f"{path} did not come in {patience:.0f} s: no head, or another store than the head's")
+        time.sleep(pause)
+
+
+class Node:
+    """The Ray processes of this machine that this launch started, and no others."""
+
+    def __init__(self, line: list[str]) -> None:
+        self.process = subprocess.Popen(line)
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def run_worker(options, address: str, token: Path, record: dict) -> int:
     """Joins the head until it is gone for good."""
     names = head_names(os.environ)
-    head = resolve(names, patience=options.patience)
+    head = resolve(names, patience=options.patience, pause=options.pause)
+    secret = read_token(token, patience=options.patience, pause=options.pause)
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secret}
     record |= {"head": head}
     end = time.monotonic() + options.patience
     joined = False
     while True:
-        if not answers(head):
-            if joined and time.monotonic() >= end:
+        if answers(head):
+            joined = True
+            with Node(ray_start(address, head=head)) as node:
+                node.process.wait()
+            end = time.monotonic() + options.goodbye
+        elif time.monotonic() >= end:
+            if joined:
                 return 0  # The night is over.
-            if not joined and time.monotonic() >= end:
-                raise LaunchError(f"the head at {head}:{PORT} did not answer in {options.patience:.0f} s")
-            time.sleep(options.pause)
-            head = resolve(names, patience=options.patience)
-            continue
-        joined = True
-        subprocess.run(ray_start(address, head=head))
-        end = time.monotonic() + options.goodbye
+            raise LaunchError(f"the head at {head}:{PORT} did not answer in {options.patience:.0f} s")
+        time.sleep(options.pause)
+        head = resolve(names, patience=options.patience, pause=options.pause)
 
 
 def run_night(options, address: str | None, out: Path) -> int:
@@ -204,26 +258,28 @@ def run_night(options, address: str | None, out: Path) -> int:
     line += ["--history", str(Path(kept) / "history.sqlite")]
     if address is not None:
         line += ["--ray-address", address]
-    if out.exists():
+    if (out / "begun.json").exists():
         line.append("--resume")
     night = subprocess.Popen(line, cwd=CI.parent)
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in ENDING:
         signal.signal(name, lambda number, _: night.send_signal(number))
     return night.wait()
 
 
-def run_head(options, address: str, out: Path, record: dict) -> int:
-    """Starts the cluster unless somebody did, waits for its nodes, and runs the night."""
-    if options.ray:
-        return run_night(options, options.ray, out)
-    subprocess.run(ray_start(address, head=None), check=True)
-    try:
-        record["nodes"] = wait_for_nodes(address, options.nodes, patience=options.patience)
+def run_head(options, address: str, token: Path, out: Path, record: dict) -> int:
+    """Starts the cluster, waits for its nodes, and runs the night."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": share_token(token)}
+    with Node(ray_start(address, head=None)):
+        record["nodes"] = wait_for_nodes(address, options.nodes, patience=options.patience, pause=options.pause)
         if record["nodes"] < options.nodes:
             print(f"{record['nodes']} of {options.nodes} nodes came in {options.patience:.0f} s", file=sys.stderr)
-        return run_night(options, f"{address}:{PORT}", out)
-    finally:
-        subprocess.run([tool("ray"), "stop", "--force"], stdout=subprocess.DEVNULL)
+        code = run_night(options, f"{address}:{PORT}", out)
+    token.unlink(missing_ok=True)
+    return code
+
+
+def interrupted(number: int, _: object) -> None:
+    raise LaunchError(f"ended by {signal.Signals(number).name} before the night began")
 
 
 def actions(matrix: Path) -> dict[int, str]:
@@ -254,16 +310,18 @@ def main(arguments: list[str]) -> int:
     record = {"row": options.row, "role": options.role, "night": night, "began": now()}
     code = DID_NOT_RUN
     try:
-        record["cards"] = dict([cards()])
+        for name in ENDING:
+            signal.signal(name, interrupted)
+        record["cards"] = {name: count for name, count in [cards()] if name}
         if options.role != "alone":
             address = own_address(os.environ)
             os.environ.update(communication(address, os.environ))
             record |= {"address": address, "interface": interface_of(address)}
         if options.role == "worker":
-            return run_worker(options, address, record)
+            return run_worker(options, address, folder / TOKEN, record)
         folder.mkdir(parents=True, exist_ok=True)
-        if options.role == "head":
-            code = run_head(options, address, folder / "night", record)
+        if options.role == "head" and not options.ray:
+            code = run_head(options, address, folder / TOKEN, folder / "night", record)
         else:
             code = run_night(options, options.ray, folder / "night")
     except (LaunchError, OSError, subprocess.SubprocessError) as error:

@@ -31,7 +31,7 @@ OVER = ("Completed", "Failed", "Aborted", "Terminated")
 """Phases in which a Volcano job stays."""
 
 NOTHING_SHOWN = 3
-KEPT_IN_STORE = shutil.ignore_patterns("checkpoints", "*.new")
+KEPT_IN_STORE = shutil.ignore_patterns("checkpoints", "ray-token", "*.new")
 
 
 class Api:

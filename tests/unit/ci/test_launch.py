@@ -22,6 +22,10 @@ def a_clean_environment(monkeypatch):
         if name.startswith(("ALIGNMENT_", "VC_", "HCCL_", "NCCL_", "ASCEND_")) or name == "POD_IP":
             monkeypatch.delenv(name)
     monkeypatch.setattr(launch.os, "environ", dict(os.environ))
+    handlers = {number: signal.getsignal(number) for number in launch.ENDING}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -31,7 +35,8 @@ def tools(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "ray").write_text(f'#!/bin/sh\necho "ray $@" >> {tmp_path}/called\n')
     (folder / "alignment").write_text(
-        f'#!/bin/sh\necho "alignment $@" >> {tmp_path}/called\nexit $(cat {tmp_path}/code 2>/dev/null || echo 0)\n'
+        f'#!/bin/sh\ncase "$*" in *--ray-address*) while [ ! -s {tmp_path}/called ]; do sleep 0.01; done;; esac\n'
+        f'echo "alignment $@" >> {tmp_path}/called\nexit $(cat {tmp_path}/code 2>/dev/null || echo 0)\n'
     )
     for path in folder.iterdir():
         path.chmod(0o755)
@@ -98,11 +103,11 @@ def test_a_head_starts_the_cluster_runs_the_night_and_stops_it(tools, monkeypatc
     (tools / "code").write_text("4")
     code = launch.main(["--row", "atlas-a2", "--store", str(tools), "--role", "head", "--nodes", "2"])
     assert code == 4
-    start, night, stop = called(tools)
-    assert start.startswith("ray start --node-ip-address=") and " --head " in start
+    start, night = sorted(called(tools), reverse=True)
+    assert start.startswith("ray start --node-ip-address=") and " --block --head " in start
     assert f"alignment nightly run {CI}/nightly.yaml --row atlas-a2" in night and "--ray-address" in night
-    assert stop == "ray stop --force"
     (record,) = (tools / "nights" / "atlas-a2").glob("*/launch.json")
+    assert not record.with_name("ray-token").exists()
     kept = json.loads(record.read_text())
     assert (kept["exit_code"], kept["call"], kept["nodes"]) == (4, "warn", 2)
 
@@ -126,7 +131,9 @@ def test_kubernetes_sees_a_failure_exactly_where_the_matrix_pages(code, kubernet
 
 def test_a_night_that_is_there_already_is_resumed(tools, monkeypatch):
     launch.os.environ["ALIGNMENT_NIGHT"] = "nightly-cpu-x7k2p"
-    (tools / "nights" / "cpu" / "nightly-cpu-x7k2p" / "night").mkdir(parents=True)
+    begun = tools / "nights" / "cpu" / "nightly-cpu-x7k2p" / "night" / "begun.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text("{}")
     assert launch.main(["--row", "cpu", "--store", str(tools)]) == 0
     assert called(tools)[0].endswith(" --resume")
     assert f"--history {tools}/nights/cpu/history.sqlite" in called(tools)[0]
@@ -139,24 +146,50 @@ def test_a_store_that_cannot_be_written_pages(tools, capsys):
     assert "this node cannot take part" in captured.err and '"call": "page"' in captured.out
 
 
+def test_a_cluster_has_a_secret_that_only_its_store_knows(tmp_path):
+    token = launch.share_token(tmp_path / "ray-token")
+    assert len(token) == 64 and (tmp_path / "ray-token").stat().st_mode & 0o777 == 0o600
+    assert launch.share_token(tmp_path / "ray-token") == token  # a head that was started again
+    assert launch.read_token(tmp_path / "ray-token", patience=0, pause=0) == token
+    with pytest.raises(launch.LaunchError, match="no head, or another store than the head's"):
+        launch.read_token(tmp_path / "elsewhere" / "ray-token", patience=0, pause=0)
+
+
+def a_worker(tools, **environ):
+    launch.os.environ.update({"ALIGNMENT_HEAD": "127.0.0.1", "ALIGNMENT_NIGHT": "n1", **environ})
+    folder = tools / "nights" / "atlas-a2" / "n1"
+    folder.mkdir(parents=True)
+    (folder / "ray-token").write_text("secret")
+    arguments = ["--row", "atlas-a2", "--store", str(tools), "--role", "worker", "--pause", "0", "--goodbye", "0"]
+    return [*arguments, "--patience", "0"]
+
+
 def test_a_worker_joins_the_head_joins_again_and_ends_with_it(tools, monkeypatch):
-    launch.os.environ["ALIGNMENT_HEAD"] = "127.0.0.1"
+    arguments = a_worker(tools)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(launch, "PORT", server.getsockname()[1])
         answers = iter([True, True, False, False])
         monkeypatch.setattr(launch, "answers", lambda address: next(answers))
-        arguments = ["--row", "atlas-a2", "--store", str(tools), "--role", "worker", "--pause", "0", "--goodbye", "0"]
         assert launch.main(arguments) == 0
     joins = called(tools)
-    assert len(joins) == 2 and all(f"--address=127.0.0.1:{launch.PORT} --block" in line for line in joins)
+    assert len(joins) == 2 and all(f"--block --address=127.0.0.1:{launch.PORT}" in line for line in joins)
+    assert launch.os.environ["RAY_AUTH_TOKEN"] == "secret" and launch.os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_a_worker_that_never_reaches_the_head_says_so(tools, monkeypatch, capsys):
-    launch.os.environ["ALIGNMENT_HEAD"] = "127.0.0.1"
+    arguments = a_worker(tools)
     monkeypatch.setattr(launch, "answers", lambda address: False)
-    arguments = ["--row", "atlas-a2", "--store", str(tools), "--role", "worker", "--pause", "0", "--patience", "0"]
     assert launch.main(arguments) == 1
     assert "the head at 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_signal_before_the_night_is_a_page_with_its_reason(tools, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "count_nodes", lambda address: os.kill(os.getpid(), signal.SIGTERM) or 0)
+    code = launch.main(["--row", "atlas-a2", "--store", str(tools), "--role", "head", "--nodes", "2"])
+    assert code == launch.DID_NOT_RUN
+    assert "ended by SIGTERM before the night began" in capsys.readouterr().err
+    (record,) = (tools / "nights" / "atlas-a2").glob("*/launch.json")
+    assert json.loads(record.read_text())["call"] == "page"
 
 
 def test_a_signal_ends_the_night_first(tmp_path):

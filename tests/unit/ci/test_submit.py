@@ -67,6 +67,7 @@ def leave(tmp_path, code):
     (night / "night").mkdir(parents=True)
     (night / "night" / "report.html").write_text("<html>")
     (night / "night" / "checkpoints").mkdir()
+    (night / "ray-token").write_text("secret")
     (night / "launch.json").write_text(json.dumps({"exit_code": code}))
 
 
