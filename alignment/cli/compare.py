@@ -49,7 +49,10 @@ def compare(
 
     Exit code 0: aligned; 1: they diverge, or a module, call or parameter is missing; 2: they cannot be compared.
     """
-    if _is_run(golden) and _is_run(target):
+    if save_noise is not None:
+        # What differs between modules teaches noise, also where whole runs are given.
+        golden, target = _capture_of(golden), _capture_of(target)
+    elif _is_run(golden) and _is_run(target):
         raise typer.Exit(_compare_runs(golden, target, name_map, noise, repeat, device, as_json))
     from alignment.capture.readers import open_capture
     from alignment.diagnose.capture_comparison import compare_captures, learn_noise, load_noise
@@ -95,6 +98,10 @@ def _is_run(path: Path) -> bool:
     from alignment.diagnose.run_data import is_run
 
     return is_run(path)
+
+
+def _capture_of(path: Path) -> Path:
+    return path / CAPTURE if (path / CAPTURE).is_dir() else path
 
 
 def _compare_runs(golden: Path, target: Path, name_map, noise, repeats, device: str, as_json: bool) -> int:

@@ -64,6 +64,16 @@ def test_a_calibration_is_written_and_used(tmp_path, monkeypatch, capsys):
     assert run(monkeypatch, capsys, golden, target, "--noise", tmp_path / "noise.json")[0] == 0
 
 
+def test_a_calibration_of_whole_runs_is_that_of_their_captures(tmp_path, monkeypatch, capsys):
+    for name in ("golden", "same"):
+        record(tmp_path / name / "capture")
+        (tmp_path / name / "run.json").write_text("{}")
+    code, out, _ = run(
+        monkeypatch, capsys, tmp_path / "golden", tmp_path / "same", "--save-noise", tmp_path / "noise.json"
+    )
+    assert (code, out.count("capture"), (tmp_path / "noise.json").is_file()) == (0, 2, True)
+
+
 def test_a_path_that_does_not_exist_is_usage(tmp_path, monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, tmp_path / "nowhere", tmp_path / "nowhere")
     assert (code, "no such capture" in err) == (2, True)
