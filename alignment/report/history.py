@@ -5,8 +5,8 @@ transactions are for; it comes with Python, so the file opens on the machine at 
 million rows, which it reads in a second.
 
 A night counts as *accepted* when a person said so, or when nothing in it was red; drift is watched against accepted
-nights only. A check that changes its verdict on an unchanged stack and commit is *flaky*, which is a finding and never
-green.
+nights only, metric by metric. A check that changes its verdict on an unchanged stack and commit is *flaky*, which is a
+finding and never green. What stopped running is missed until a person accepts a night without it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,27 @@ from dataclasses import asdict, dataclass
 from datetime import date, timedelta
 from pathlib import Path
 
+from alignment.bisect.keys import nearest
 from alignment.errors import InputError
 from alignment.files import read_json
-from alignment.numerics.curves import ALPHA, CUSUM_ALARM, CUSUM_HISTORY, cusum
+from alignment.numerics.curves import ALPHA, CUSUM_ALARM
 from alignment.numerics.verdict import Outcome, Verdict
+from alignment.report.night_watch import NOT_RUN, Concern, drift, flaky, missing, name_of
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
+from alignment.report.terminal import GRAVITY
 
-SCHEMA = 1
+SCHEMA = 2
 WINDOW = 30
 """Accepted nights over which the false alarms of a check are counted."""
+
+HORIZON = 400
+"""Nights of one chip that a night is held against."""
+
+WATCHED = (
+    "reward/before_filter", "acc/before_filter", "response_length/mean", "actor/entropy", "actor/grad_norm",
+    "student/loss", "training/rollout_log_probs_abs_diff_mean",
+)  # fmt: skip
+"""Metrics that nothing bounds and that are watched on both sides: the first curves of a page."""
 
 _RED = (Outcome.FAIL, Outcome.ERROR)
 _ALARMS = {o.value for o in (Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE)}
@@ -42,6 +54,10 @@ CREATE TABLE IF NOT EXISTS verdicts (
     run TEXT NOT NULL REFERENCES nights(run) ON DELETE CASCADE, "check" TEXT NOT NULL, subject TEXT NOT NULL,
     device TEXT NOT NULL, outcome TEXT NOT NULL, metric TEXT NOT NULL, used REAL,
     PRIMARY KEY (run, "check", subject, device));
+CREATE TABLE IF NOT EXISTS measures (
+    run TEXT NOT NULL REFERENCES nights(run) ON DELETE CASCADE, "check" TEXT NOT NULL, subject TEXT NOT NULL,
+    device TEXT NOT NULL, metric TEXT NOT NULL, kind TEXT NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (run, "check", subject, device, metric));
 CREATE TABLE IF NOT EXISTS quarantine (
     "check" TEXT PRIMARY KEY, until TEXT NOT NULL, reason TEXT NOT NULL, since TEXT NOT NULL);
 """
@@ -51,8 +67,8 @@ CREATE TABLE IF NOT EXISTS quarantine (
 class Night:
     """One night: ``accepted`` is what a person said, None where nobody did.
 
-    ``run`` tells nights apart: the directory's name, the day and a digest of what the run said, since two workspaces
-    may give their runs the same name. ``name`` is the directory's alone.
+    ``run`` tells nights apart: the directory's name, the day and what the night calls itself (a digest of what it said
+    where it does not), since two workspaces may give their runs the same name. ``name`` is the directory's alone.
     """
 
     run: str
@@ -80,29 +96,33 @@ class Rate:
     """In how many accepted nights a check was red (each a false alarm), beside the rate it is made for.
 
     A night is one alarm however many subjects of the check failed in it; an error and an inconclusive verdict are
-    alarms too, since somebody looks into them.
+    alarms too, since somebody looks into them. ``undecided`` are alarms since the first of these nights on which no
+    person has said a word yet: each of them may be one more. ``design`` is None where none is stated.
     """
 
     check: str
     nights: int
     alarms: int
     design: float | None
+    undecided: int = 0
 
     @property
     def observed(self) -> float:
         return self.alarms / self.nights if self.nights else math.nan
 
+    @property
+    def chance(self) -> float | None:
+        """How likely so many alarms or more are at the design rate: small for a check that alarms too often."""
+        if self.design is None or not self.nights:
+            return None
+        terms = (
+            math.comb(self.nights, k) * self.design**k * (1 - self.design) ** (self.nights - k)
+            for k in range(self.alarms)
+        )
+        return max(0.0, 1.0 - math.fsum(terms))
+
     def to_dict(self) -> dict:
-        return {**asdict(self), "observed": self.observed if self.nights else None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Concern:
-    """Something the last night shows only beside the nights before it."""
-
-    kind: str
-    check: str
-    detail: str
+        return {**asdict(self), "observed": self.observed if self.nights else None, "chance": self.chance}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +159,12 @@ class History:
             found = connection.execute("SELECT schema FROM about").fetchone()
             if found is None:
                 connection.execute("INSERT INTO about VALUES (?)", (SCHEMA,))
+            elif found[0] == 1:  # which kept the worst metric of a check alone
+                connection.execute(
+                    'INSERT OR IGNORE INTO measures SELECT run, "check", subject, device, metric, \'used\', used '
+                    "FROM verdicts WHERE used IS NOT NULL"
+                )
+                connection.execute("UPDATE about SET schema = ?", (SCHEMA,))
             elif found[0] != SCHEMA:
                 raise InputError("a history of another schema", where=path, expected=SCHEMA, found=found[0])
 
@@ -156,7 +182,8 @@ class History:
             connection.close()
 
     def add(self, run: Path, *, day: date | None = None) -> Night:
-        """Takes in a finished run of ``alignment run``; of a run that is there already a person's decision is kept.
+        """Takes in a finished run of ``alignment run`` or a night; of one that is there already a person's decision is
+        kept, and a night that was resumed stays one night.
 
         Raises:
             InputError: the directory holds no verdicts, or no provenance.
@@ -172,7 +199,7 @@ class History:
             )
         day_name = str(day or str(about.get("date", ""))[:10] or date.today())
         night = Night(
-            run=f"{run.name}@{day_name}-{_digest(run)}",
+            run=f"{run.name}@{day_name}-{about.get('night') or _digest(run)}",
             day=day_name,
             commit=str(about["commit"]),
             chip=str((about.get("fingerprint") or {}).get("chip", "")),
@@ -187,11 +214,18 @@ class History:
                 "stack = excluded.stack, outcome = excluded.outcome",
                 (night.run, night.day, night.commit, night.chip, night.stack, night.outcome),
             )
-            connection.execute("DELETE FROM verdicts WHERE run = ?", (night.run,))
-            connection.executemany(
-                "INSERT OR REPLACE INTO verdicts VALUES (?,?,?,?,?,?,?)",
-                [(night.run, v.check, v.subject, v.device, v.outcome.value, *_used(v)) for v in verdicts],
-            )
+            for table in ("verdicts", "measures"):
+                connection.execute(f"DELETE FROM {table} WHERE run = ?", (night.run,))
+            # The worst of one name comes last and stays: no pass may replace a failure.
+            for v in sorted(verdicts, key=lambda v: GRAVITY.index(v.outcome), reverse=True):
+                key = (night.run, v.check, v.subject, v.device)
+                connection.execute(
+                    "INSERT OR REPLACE INTO verdicts VALUES (?,?,?,?,?,?,?)", (*key, v.outcome.value, *_used(v))
+                )
+                connection.executemany(
+                    "INSERT OR REPLACE INTO measures VALUES (?,?,?,?,?,?,?)",
+                    [(*key, name, kind, value) for name, kind, value in _watched(v)],
+                )
         return next(kept for kept in self.nights() if kept.run == night.run)
 
     def nights(self) -> list[Night]:
@@ -236,10 +270,11 @@ class History:
             )
 
     def quarantine(self, check: str, *, until: date, reason: str, today: date | None = None) -> None:
-        """Takes a check out of the night's call until a day: it still runs and is still shown.
+        """Takes a check, or one finding of it (``check [subject on device]``), out of the night's call until a day: it
+        still runs and is still shown. A renewal keeps the day on which the quarantine began.
 
         Raises:
-            InputError: no reason, a day that is past, or further away than 30 days.
+            InputError: no reason, a day that is past or further away than 30 days, or a check that no night has.
         """
         today = today or date.today()
         if not reason.strip():
@@ -252,15 +287,25 @@ class History:
                 found=until,
             )
         with self._open() as connection:
-            row = (check, str(until), reason, str(today))
+            keys = connection.execute('SELECT DISTINCT "check", subject, device FROM verdicts').fetchall()
+            names = {key[0] for key in keys} | {name_of(*key) for key in keys}
+            if check not in names:
+                known = nearest(check, sorted(names))
+                raise InputError("no night has such a check", where="quarantine", expected=known, found=check)
+            kept = connection.execute(
+                'SELECT since FROM quarantine WHERE "check" = ? AND until >= ?', (check, str(today))
+            ).fetchone()
+            row = (check, str(until), reason, kept[0] if kept else str(today))
             connection.execute("INSERT OR REPLACE INTO quarantine VALUES (?,?,?,?)", row)
 
     def quarantined(self, *, today: date | None = None) -> dict[str, str]:
         """Checks in quarantine today, with their reasons."""
         with self._open() as connection:
-            rows = connection.execute('SELECT "check", until, reason FROM quarantine').fetchall()
+            rows = connection.execute('SELECT "check", until, reason, since FROM quarantine').fetchall()
         return {
-            check: f"{reason} (until {until})" for check, until, reason in rows if until >= str(today or date.today())
+            check: f"{reason} (since {since}, until {until})"
+            for check, until, reason, since in rows
+            if until >= str(today or date.today())
         }
 
     def series(self, check: str, *, subject: str | None = None) -> list[tuple[Night, str, float | None]]:
@@ -281,24 +326,26 @@ class History:
         return [(nights[run], outcome, used) for run, outcome, used in sorted(rows, key=lambda row: order[row[0]])]
 
     def rates(self) -> list[Rate]:
-        """Every check's alarms over the last 30 accepted nights."""
-        counted = {night.run for night in [night for night in self.nights() if night.counts][-WINDOW:]}
+        """Every check's alarms over the last 30 accepted nights in which it said anything."""
+        nights = self.nights()
         with self._open() as connection:
             rows = connection.execute('SELECT run, "check", outcome FROM verdicts').fetchall()
         held: dict[str, dict[str, bool]] = {}
         for run, check, outcome in rows:
-            if run in counted and outcome != Outcome.UNAVAILABLE.value:
+            if outcome != Outcome.UNAVAILABLE.value:
                 of_check = held.setdefault(check, {})
                 of_check[run] = of_check.get(run, False) or outcome in _ALARMS
-        return [
-            Rate(
-                check=check,
-                nights=len(alarms),
-                alarms=sum(alarms.values()),
+        rates = []
+        for check, alarms in sorted(held.items()):
+            ran = [night for night in nights if night.run in alarms]
+            counted = [night for night in ran if night.counts][-WINDOW:]
+            since = ran[ran.index(counted[0]) :] if counted else ran
+            rates.append(Rate(
+                check=check, nights=len(counted), alarms=sum(alarms[night.run] for night in counted),
                 design=ALPHA if check.startswith("e2e/curve") else None,
-            )
-            for check, alarms in sorted(held.items())
-        ]
+                undecided=sum(alarms[night.run] for night in since if night.accepted is None and not night.counts),
+            ))  # fmt: skip
+        return rates
 
     def _until(self, run: str | None) -> list[Night]:
         """The nights up to ``run`` (the last one by default), oldest first."""
@@ -314,27 +361,52 @@ class History:
         nights = self._until(run)
         if not nights:
             return []
-        last = nights[-1]
-        nights = [night for night in nights if night.chip == last.chip]
+        nights = [night for night in nights if night.chip == nights[-1].chip][-HORIZON:]
+        told, last = self._told(nights), nights[-1]
         found = []
+        for key, of_check in sorted(told.items()):
+            if last.run in of_check:
+                found += flaky(name_of(*key), of_check, nights)
+        return [*missing(told, nights), *found, *self._drifts(nights)]
+
+    def _told(self, nights: Sequence[Night]) -> dict[tuple[str, str, str], dict[str, str]]:
+        """Per check, subject and device what each of ``nights`` said."""
+        runs = {night.run for night in nights}
         with self._open() as connection:
-            rows = connection.execute('SELECT run, "check", subject, device, outcome, used FROM verdicts').fetchall()
-        by_key: dict[tuple, dict[str, tuple[str, float | None]]] = {}
-        for of_run, check, subject, device, outcome, used in rows:
-            by_key.setdefault((check, subject, device), {})[of_run] = (outcome, used)
-        for key, told in sorted(by_key.items()):
-            name = _name(*key)
-            if last.run not in told:
-                # Only what the night before could say on the same chip can be missing.
-                if len(nights) > 1 and nights[-2].run in told:
-                    found.append(Concern(kind="missing", check=name, detail="ran the night before and not this night"))
-                continue
-            found += _flaky(name, told, nights)
-            found += _drift(name, told, nights)
+            rows = connection.execute('SELECT run, "check", subject, device, outcome FROM verdicts').fetchall()
+        told: dict[tuple[str, str, str], dict[str, str]] = {}
+        for run, check, subject, device, outcome in rows:
+            if run in runs:
+                told.setdefault((check, subject, device), {})[run] = outcome
+        return told
+
+    def _drifts(self, nights: Sequence[Night]) -> list[Concern]:
+        """Metrics that drifted up to the last night, each watched on its own."""
+        last, runs = nights[-1], {night.run for night in nights}
+        with self._open() as connection:
+            rows = connection.execute(
+                'SELECT run, "check", subject, device, metric, kind, value FROM measures WHERE '
+                '("check", subject, device, metric) IN '
+                '(SELECT "check", subject, device, metric FROM measures WHERE run = ?)',
+                (last.run,),
+            ).fetchall()
+        series: dict[tuple[str, ...], dict[str, float]] = {}
+        for run, *key, value in rows:
+            if run in runs:
+                series.setdefault(tuple(key), {})[run] = value
+        # Thousands of metrics are watched every night; together they may alarm as rarely as one.
+        alarm = CUSUM_ALARM + math.log(max(1, len(series)))
+        found = []
+        for (check, subject, device, metric, kind), values in sorted(series.items()):
+            detail = drift(values, nights, two_sided=kind == "value", alarm=alarm)
+            if detail:
+                found.append(Concern(kind="drift", check=name_of(check, subject, device), detail=f"{metric}: {detail}"))
         return found
 
     def call(self, *, run: str | None = None, today: date | None = None) -> Call:
-        """What to do about a night, the last by default; what was red in the night before on the same chip is known.
+        """What to do about a night, the last by default.
+
+        Known is what was red when it was last heard of on the same chip, be that some nights ago.
 
         Raises:
             InputError: there is no night.
@@ -342,67 +414,26 @@ class History:
         nights = self._until(run)
         if not nights:
             raise InputError("there is no night to judge", where=self.path, next_step="alignment history add RUN")
-        last = nights[-1]
-        before = [night.run for night in nights[:-1] if night.chip == last.chip][-1:]
-        with self._open() as connection:
-            rows = connection.execute('SELECT run, "check", subject, device, outcome FROM verdicts').fetchall()
-        red = {o.value for o in _RED}
-        tonight = sorted(tuple(key) for of_run, *key, outcome in rows if of_run == last.run and outcome in red)
-        yesterday = {tuple(key) for of_run, *key, outcome in rows if of_run in before and outcome in red}
-        kept = self.quarantined(today=today)
-        out = [key for key in tonight if key[0] in kept]
-        new = [key for key in tonight if key[0] not in kept and key not in yesterday]
-        known = [key for key in tonight if key[0] not in kept and key in yesterday]
-        concerns = tuple(c for c in self.concerns(run=last.run) if c.check.partition(" [")[0] not in kept)
+        last, red = nights[-1], {o.value for o in _RED}
+        nights = [night for night in nights if night.chip == last.chip][-HORIZON:]
+        kept, told = self.quarantined(today=today), self._told(nights)
+        new, known, out = [], [], []
+        for key, of_check in sorted(told.items()):
+            if of_check.get(last.run) not in red:
+                continue
+            if key[0] in kept or name_of(*key) in kept:
+                out.append(name_of(*key))
+                continue
+            before = [of_check[n.run] for n in nights[:-1] if of_check.get(n.run, NOT_RUN) != NOT_RUN]
+            (known if before and before[-1] in red else new).append(name_of(*key))
+        concerns = tuple(
+            c for c in self.concerns(run=last.run) if c.check not in kept and c.check.partition(" [")[0] not in kept
+        )
         unsure = last.outcome in (Outcome.INCONCLUSIVE.value, Outcome.UNAVAILABLE.value)
         action = "page" if new or last.outcome == Outcome.ERROR.value and not (known or out) else "ignore"
         if action == "ignore" and (known or concerns or unsure):
             action = "warn"
-        named = [tuple(_name(*key) for key in keys) for keys in (new, known, out)]
-        return Call(action=action, new=named[0], known=named[1], quarantined=named[2], concerns=concerns)
-
-
-def _name(check: str, subject: str, device: str) -> str:
-    return f"{check} [{subject} on {device}]"
-
-
-def _flaky(name: str, told: Mapping[str, tuple[str, float | None]], nights: Sequence[Night]) -> list[Concern]:
-    """Another verdict on the same stack, commit and chip."""
-    last = nights[-1]
-    alike = [
-        n for n in nights[:-1] if (n.stack, n.commit, n.chip) == (last.stack, last.commit, last.chip) and n.run in told
-    ]
-    others = [n for n in alike if told[n.run][0] != told[last.run][0]]
-    if not others:
-        return []
-    other = others[-1]
-    detail = f"{told[last.run][0]} tonight, {told[other.run][0]} in {other.name} of the same commit, stack and chip"
-    return [Concern(kind="flaky", check=name, detail=detail)]
-
-
-def _drift(
-    name: str,
-    told: Mapping[str, tuple[str, float | None]],
-    nights: Sequence[Night],
-) -> list[Concern]:
-    """A CUSUM of the share of the budget since the accepted nights that calibrate it (Page 1954, Biometrika 41)."""
-    # A night that does not count is none of the drift; the last is judged whatever it said.
-    last = nights[-1]
-    series = [told[n.run][1] for n in nights[:-1] if n.counts and told.get(n.run, ("", None))[1] is not None]
-    if told[last.run][1] is None or len(series) < CUSUM_HISTORY:
-        return []
-    calibration = series[: max(CUSUM_HISTORY, len(series) // 2)]
-    since = [*series[len(calibration) :], told[last.run][1]]
-    try:
-        # More of the budget is worse: the sum grows with falling deficits, so the sign is turned.
-        sums = cusum([-v for v in calibration], [-v for v in since])
-    except InputError:
-        return []  # no spread, or values that are not finite: the check itself says so
-    if sums[-1] < CUSUM_ALARM:
-        return []
-    middle, now = sum(calibration) / len(calibration), since[-1]
-    detail = f"budget used rose from {middle:.0%} to {now:.0%}: CUSUM {sums[-1]:.1f} σ, alarm at {CUSUM_ALARM:g}"
-    return [Concern(kind="drift", check=name, detail=detail)]
+        return Call(action=action, new=tuple(new), known=tuple(known), quarantined=tuple(out), concerns=concerns)
 
 
 def _overall(verdicts: Sequence[Verdict]) -> Outcome:
@@ -423,6 +454,17 @@ def _used(verdict: Verdict) -> tuple[str, float | None]:
     if worst is None or worst.used is None or not math.isfinite(worst.used):
         return (worst.name if worst else "", None)
     return worst.name, worst.used
+
+
+def _watched(verdict: Verdict) -> list[tuple[str, str, float]]:
+    """(metric, kind, value) of what is watched for drift: uses of budgets, and curves that nothing bounds."""
+    used = [(m.name, "used", m.used) for m in verdict.measures if m.used is not None and math.isfinite(m.used)]
+    values = [
+        (m.name, "value", m.value)
+        for m in verdict.measures
+        if m.bound is None and m.name in WATCHED and math.isfinite(m.value)
+    ]
+    return used + values
 
 
 def _stack(run: Path, about: Mapping) -> str:

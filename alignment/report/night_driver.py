@@ -15,6 +15,7 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from alignment.report.night import (
     utc_now,
     write_night,
 )
-from alignment.report.night_evidence import Evidence, gather_evidence, verdict_from, worst_of_each
+from alignment.report.night_evidence import Evidence, gather_evidence, says, verdict_from, worst_of_each
 from alignment.report.night_matrix import ACTIONS, STDERR, STDOUT, KnownFailure, Matrix, Phase, Row
 from alignment.report.night_nodes import LOST, TOKEN, Node, Watch, begin_store, read_nodes
 from alignment.report.night_process import Ended, adopting, clear_up, run_command
@@ -56,6 +57,7 @@ NODE_GRACE_SECONDS = 60.0
 """How long a phase may go on after a node was lost: long enough to say itself what it lost."""
 
 OUTER_GRACE_SECONDS = 60.0
+_PROBE_BYTES = 1 << 16
 _MARKER = "{folder of this node}"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -316,9 +318,18 @@ class _Night:
             if name in lost:
                 continue
             found = gather_evidence(phase, place, device=row.device, require=row.require, place=name)
-            evidence.add(found)
+            if end.code == 1 and not end.cut and not found.problems and not _red(found):
+                # Exit code 1 is the commands' word for misaligned; only a JUnit file has to say it too.
+                if any(kind == "document" for kind, _ in phase.leaves):
+                    found.verdicts.append(says(phase, None, device=row.device, place=name, aligned=False))
             problems += self._ending(end, found, place, name)
+            if end.cut:
+                found.problems = []  # what it did not come to is no further news
+            evidence.add(found)
         problems += evidence.problems
+        if problems:
+            # A full disk takes the words of those who ran out of it along.
+            problems = [*_no_room(folder), *problems]
         seconds = max([ended.seconds, *(end.seconds for end in nodes.values())])
         record = PhaseRecord(
             name=phase.name, outcome="pass", where=phase.where, exit_code=ended.code, ended=ended.text, seconds=seconds,
@@ -340,8 +351,8 @@ class _Night:
         if end.code not in self.setting.matrix.exit_codes:
             return [f"{at}{end.text}: {_last_line(place / STDERR)}"]
         if end.code == 1:
-            bad = [v for v in found.verdicts if v.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE)]
-            return [] if bad or found.problems else [f"{at}exit code 1, and nothing in its evidence says why"]
+            why = _last_line(place / STDERR)
+            return [] if _red(found) else [f"{at}exit code 1, and nothing in its evidence says why: {why}"]
         return [] if end.code == 0 else [f"{at}{end.text}: {_last_line(place / STDERR) or _last_line(place / STDOUT)}"]
 
     # --- where it runs -----------------------------------------------------------------------------------------------
@@ -623,6 +634,21 @@ def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
             next_command=None if carried_out else f"alignment nightly run … --row {row.name} --resume",
         ))  # fmt: skip
     return worst_of_each([*own, *(verdict_from(v) for record in records for v in record.verdicts)])
+
+
+def _no_room(folder: Path) -> list[str]:
+    """Why nothing can be written into ``folder`` any more."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x" * _PROBE_BYTES)
+            probe.flush()
+    except OSError as error:
+        return [f"{folder}: {os.strerror(error.errno or 0)}"]
+    return []
+
+
+def _red(evidence: Evidence) -> bool:
+    return any(v.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE) for v in evidence.verdicts)
 
 
 def _error(name: str, cause: str, **more: Any) -> PhaseRecord:

@@ -66,7 +66,7 @@ def gather_evidence(phase: Phase, folder: Path, *, device: str, require: bool, p
             elif kind == "capture":
                 found.add(_capture(at))
             else:
-                found.add(_document(at, require=require))
+                found.add(_document(at, phase, device=device, require=require, place=place))
         except InputError as error:
             found.problems.append(str(error))
         except OSError as error:
@@ -260,7 +260,7 @@ def _capture(folder: Path) -> Evidence:
     return found
 
 
-def _document(path: Path, *, require: bool) -> Evidence:
+def _document(path: Path, phase: Phase, *, device: str, require: bool, place: str) -> Evidence:
     found = Evidence()
     document = _read_document(path)
     if not document:
@@ -276,7 +276,20 @@ def _document(path: Path, *, require: bool) -> Evidence:
             raise InputError(f"not the verdicts of a command ({error})", where=path) from None
         found.counts["checks"] = len(found.verdicts)
         _something_judged(found, path, require=require)
+    elif isinstance(document.get("aligned"), bool):
+        found.verdicts.append(says(phase, document, device=device, place=place, aligned=document["aligned"]))
     return found
+
+
+def says(phase: Phase, document: Any, *, device: str, place: str = "", aligned: bool) -> Verdict:
+    """The verdict of a command that prints none but says, as ``alignment compare`` does, whether things are aligned."""
+    first = document.get("first") if isinstance(document, Mapping) else None
+    reason = _line(str(first.get("reason", ""))) if isinstance(first, Mapping) else ""
+    return Verdict(
+        check=f"{phase.name}/the command's word" + (f"@{place}" if place else ""), layer="e2e", stage=phase.name,
+        subject="command", device=device, outcome=Outcome.PASS if aligned else Outcome.FAIL,
+        reason=reason or ("aligned" if aligned else "it says that things are misaligned"),
+    )  # fmt: skip
 
 
 def _read_document(path: Path) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import sqlite3
 from datetime import date, timedelta
 
@@ -12,8 +14,11 @@ from typer.testing import CliRunner
 from alignment.cli import app
 from alignment.errors import InputError
 from alignment.files import write_json
+from alignment.numerics.curves import CUSUM_ALARM
+from alignment.numerics.random import portable_normal
 from alignment.numerics.verdict import Measure, Outcome, Verdict
-from alignment.report.history import History
+from alignment.report.history import History, Night
+from alignment.report.night_watch import drift
 from alignment.report.run_directory import write_verdicts
 
 CHECKS = ("unit/rope", "unit/router", "e2e/curve.dapo")
@@ -200,11 +205,86 @@ def test_drift_that_went_away_alarms_no_longer(nights):
     history, add = nights
     for number in range(24):
         add(used={"unit/rope": small_noise(number)}, commit=f"c{number}")
-    add(used={"unit/rope": 0.5}, commit="high")
+    add(used={"unit/rope": 0.6}, commit="high")
     assert [c.kind for c in history.call().concerns] == ["drift"]
     for number in range(20):
         add(used={"unit/rope": 0.38}, commit=f"d{number}")
     assert history.call().concerns == ()
+
+
+def test_drift_is_watched_metric_by_metric(nights):
+    """A small metric that rises is not hidden below a larger one that does not."""
+    history, add = nights
+
+    def two(small: float) -> list[Verdict]:
+        measures = tuple(Measure(name=n, value=v, bound=1.0) for n, v in (("large", 0.9), ("small", small)))
+        return [dataclasses.replace(verdict("unit/mla"), measures=measures)]
+
+    for number in range(20):
+        add(commit=f"c{number}", more=two(small_noise(number) / 2))
+    assert history.call().concerns == ()
+    for number in range(10):
+        add(commit=f"d{number}", more=two(small_noise(number) / 2 + 0.05))
+    (concern,) = history.call().concerns
+    assert (concern.kind, concern.check) == ("drift", "unit/mla [torch on npu]")
+    assert concern.detail.startswith("small: budget used rose from 20% to ")
+
+
+def test_what_repeats_to_the_bit_may_rise_by_a_thousandth_and_not_by_a_tenth(nights):
+    history, add = nights
+    for number in range(12):
+        add(used={"unit/rope": 0.4}, commit=f"c{number}")
+    add(used={"unit/rope": 0.401}, commit="d")
+    assert history.call().concerns == ()
+    add(used={"unit/rope": 0.5}, commit="e")
+    assert [c.detail[:40] for c in history.call().concerns] == ["relative_l2: budget used rose from 40% t"]
+
+
+def test_a_person_who_accepts_drift_takes_it_as_the_new_normal(nights):
+    history, add = nights
+    for number in range(12):
+        add(used={"unit/rope": small_noise(number)}, commit=f"c{number}")
+    higher = [add(used={"unit/rope": 0.3 + small_noise(number)}, commit=f"d{number}") for number in range(3)]
+    assert [c.kind for c in history.call().concerns] == ["drift"]
+    history.decide(higher[0].run, accepted=True, reason="the fused kernel came, the error is that of its order")
+    assert history.call().concerns == ()
+    for number in range(12):
+        add(used={"unit/rope": 0.3 + small_noise(number)}, commit=f"e{number}")
+    assert history.call().concerns == ()
+    add(used={"unit/rope": 0.95}, commit="f")
+    assert [c.kind for c in history.call().concerns] == ["drift"]
+
+
+def test_independent_nights_alarm_no_more_often_than_the_watch_promises():
+    """100 series that only vary: how many of them alarm within 90 nights, held to the promised rate."""
+    draws = portable_normal((100, 110), seed=5, stream="nights").tolist()
+    about = {"day": "", "commit": "", "chip": "", "stack": "", "outcome": "pass", "accepted": None}
+    nights = [Night(run=str(i), **about) for i in range(110)]
+
+    def alarms(series: list[float], alarm: float) -> bool:
+        values = {str(i): 0.5 + value / 20 for i, value in enumerate(series)}
+        return any(drift(values, nights[: last + 1], two_sided=False, alarm=alarm) for last in range(20, 110, 10))
+
+    # Each series alarms once in 900 nights at the design rate; more than 3 σ of the count above that is another rate.
+    expected = 100 * (1 - math.exp(-90 / 900))
+    assert sum(alarms(series, CUSUM_ALARM) for series in draws) <= expected + 3 * math.sqrt(expected)
+    shifted = [[v + 3 * (i > 50) for i, v in enumerate(series)] for series in draws]
+    assert sum(alarms(series, CUSUM_ALARM) for series in shifted) == len(draws)
+    assert not any(alarms(series, CUSUM_ALARM + math.log(len(draws))) for series in draws)
+
+
+def test_curves_that_nothing_bounds_are_watched_on_both_sides(nights):
+    history, add = nights
+
+    def curve(value: float) -> list[Verdict]:
+        return [dataclasses.replace(verdict("dapo/metrics"), measures=(Measure(name="actor/entropy", value=value),))]
+
+    for number in range(20):
+        add(commit=f"c{number}", more=curve(1 + small_noise(number)))
+    assert history.call().concerns == ()
+    add(commit="low", more=curve(1.0))
+    (concern,) = history.call().concerns
+    assert concern.kind == "drift" and concern.detail.startswith("actor/entropy: moved from 1.4 to 1: CUSUM")
 
 
 def test_rejected_nights_do_not_calibrate(nights):
@@ -253,6 +333,107 @@ def test_a_night_without_provenance_or_verdicts_is_refused(nights, tmp_path):
     with pytest.raises(InputError, match="no verdict"):
         history.add(tmp_path / "empty")
     assert history.nights() == []
+
+
+def test_a_check_stays_missing_until_a_person_accepts_that(nights):
+    history, add = nights
+    add()
+    add(checks=CHECKS[:2])
+    last = add(checks=CHECKS[:2])
+    (concern,) = history.call().concerns
+    assert (concern.kind, concern.detail) == ("missing", "ran 2 nights ago and not this night")
+    history.decide(last.run, accepted=True, reason="the check was renamed")
+    assert history.call().concerns == ()
+    add(checks=CHECKS[:2])
+    assert history.call().action == "ignore"
+
+
+def test_what_an_error_kept_from_running_is_told_once(nights):
+    history, add = nights
+    add(commit="a")
+    add(checks=(), commit="b", more=[verdict("night/dapo", Outcome.ERROR)])
+    (concern,) = [c for c in history.call().concerns if c.kind == "missing"]
+    assert concern.check == "3 checks" and concern.detail.startswith("did not run this night, in which 1 were errors")
+
+
+def test_a_failure_is_known_across_a_night_that_did_not_run_it(nights):
+    history, add = nights
+    add(red=("unit/rope",), commit="a")
+    add(checks=CHECKS[1:], commit="b")
+    add(red=("unit/rope",), commit="c")
+    assert (history.call().new, history.call().known) == ((), (ROPE,))
+    add(commit="d")
+    add(red=("unit/rope",), commit="e")
+    assert history.call().new == (ROPE,)
+
+
+def test_errors_and_dirty_commits_make_nothing_flaky(nights):
+    history, add = nights
+    add(red=("unit/router",), outcome=Outcome.ERROR)
+    add()
+    assert history.call().concerns == ()
+    add(red=("unit/router",), commit="c0ffee-dirty")
+    add(commit="c0ffee-dirty")
+    assert history.call().concerns == ()
+
+
+def test_a_resumed_night_is_one_night(nights, tmp_path):
+    history, _ = nights
+    run = tmp_path / "night"
+    for outcome in (Outcome.ERROR, Outcome.PASS):
+        write_verdicts(run, [verdict("unit/rope", outcome)])
+        about = {"date": f"{FIRST}T02:00", "commit": "c", "fingerprint": {"chip": "910B"}, "night": "1f2e3d4c"}
+        write_json(run / "provenance.json", about)
+        history.add(run)
+    assert [(n.run, n.outcome) for n in history.nights()] == [(f"night@{FIRST}-1f2e3d4c", "pass")]
+
+
+def test_no_pass_hides_a_failure_of_the_same_name(nights):
+    history, add = nights
+    add(more=[verdict("unit/mla", Outcome.FAIL), verdict("unit/mla", Outcome.PASS)])
+    assert [outcome for _, outcome, _ in history.series("unit/mla")] == ["fail"]
+
+
+def test_alarms_nobody_has_spoken_on_are_counted_beside_the_rate(nights):
+    history, add = nights
+    for number in range(10):
+        add(red=("e2e/curve.dapo",) if number in (4, 7) else (), commit=f"c{number}")
+    rate = next(rate for rate in history.rates() if rate.check == "e2e/curve.dapo")
+    assert (rate.nights, rate.alarms, rate.undecided, rate.chance) == (8, 0, 2, 1.0)
+    for night in [n for n in history.nights() if n.outcome == "fail"]:
+        history.decide(night.run, accepted=True, reason="the next run of it was green")
+    rate = next(rate for rate in history.rates() if rate.check == "e2e/curve.dapo")
+    assert (rate.nights, rate.alarms, rate.undecided) == (10, 2, 0)
+    # P(X >= 2) of 10 nights at 1 %, by hand: 1 - 0.99^10 - 10 * 0.01 * 0.99^9; each of its operations rounds once.
+    assert abs(rate.chance - (1 - 0.99**10 - 0.1 * 0.99**9)) <= 10 * math.ulp(1.0)
+
+
+def test_a_quarantine_is_of_a_check_there_is_and_keeps_its_first_day(nights):
+    history, add = nights
+    failing = verdict("unit/rope", Outcome.FAIL, subject="vllm")
+    add(red=("unit/rope",), more=[failing])
+    today = date(2026, 2, 1)
+    with pytest.raises(InputError, match=r"no night has such a check; expected unit/rope.*found unit/ropes"):
+        history.quarantine("unit/ropes", until=today + timedelta(days=3), reason="why", today=today)
+    for day in (today, today + timedelta(days=2)):
+        history.quarantine(ROPE, until=day + timedelta(days=3), reason="driver bug 12, Wei", today=day)
+    kept = history.quarantined(today=today + timedelta(days=4))
+    assert kept == {ROPE: "driver bug 12, Wei (since 2026-02-01, until 2026-02-06)"}
+    call = history.call(today=today + timedelta(days=4))
+    assert (call.quarantined, call.new) == ((ROPE,), ("unit/rope [vllm on npu]",))
+
+
+def test_a_history_of_the_first_schema_is_read_on(nights):
+    history, add = nights
+    for number in range(24):
+        add(used={"unit/rope": small_noise(number)}, commit=f"c{number}")
+    with sqlite3.connect(history.path) as connection:
+        connection.execute("DROP TABLE measures")
+        connection.execute("UPDATE about SET schema = 1")
+    again = History(history.path)
+    assert again.concerns() == []
+    add(used={"unit/rope": 0.6}, commit="high")
+    assert [c.kind for c in again.concerns()] == ["drift"]
 
 
 def test_a_killed_writer_leaves_whole_nights(nights, monkeypatch, tmp_path):
