@@ -301,8 +301,18 @@ def exit_codes_page(language: str) -> str:
     lines = [f"# {word('Exit codes', language)}", "", generated(language), "", say["how"], ""]
     lines += [f"## {word('Verdicts', language)}", "", say["verdicts"], ""]
     lines += [table(("outcome", "exit code", "with --require", "meaning"), rows, language), ""]
+    lines += [f"## {say['nights']}", "", say["nights text"], "", _nights(language), ""]
     lines += [f"## {say['all']}", "", say["all text"], "", *_tables_of_bisect(language)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _nights(language: str) -> str:
+    """What a night's outcome makes of its exit code, and what the shipped matrix does with that."""
+    from alignment.report.night import EXIT_CODES, HEADLINES
+
+    actions = yaml.safe_load((ROOT / "ci" / "nightly.yaml").read_text(encoding="utf-8"))["exit_codes"]
+    rows = [(code(o), code(c), code(actions[c]), code(HEADLINES[o])) for o, c in EXIT_CODES.items()]
+    return table(("outcome", "exit code", "action", "first word"), rows, language)
 
 
 def _tables_of_bisect(language: str) -> list[str]:
@@ -404,6 +414,16 @@ def verdict_table(language: str) -> str:
     return table(("type", "field"), rows, language)
 
 
+def night_table(language: str) -> str:
+    from alignment.report.night import Finding, NightRecord, PhaseRecord
+
+    rows = [
+        (code(kind.__name__), ", ".join(code(f.name) for f in dataclasses.fields(kind)))
+        for kind in (NightRecord, PhaseRecord, Finding)
+    ]
+    return table(("type", "field"), rows, language)
+
+
 def stack_keys_table(language: str) -> str:
     from alignment.bisect import stack
 
@@ -439,6 +459,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "row columns": row_columns_table,
     "baseline entry": baseline_entry_table,
     "history": history_tables,
+    "night": night_table,
     "stack keys": stack_keys_table,
     "components": component_names,
     "journal events": journal_events,
