@@ -19,6 +19,7 @@ an error outweighs everything else.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ from alignment.files import read_json, write_atomically
 from alignment.report.run_directory import finite
 
 SCHEMA = 1
-NIGHT, BEGUN, PHASE = "night.json", "begun.json", "phase.json"
+NIGHT, BEGUN, PHASE, LOCK = "night.json", "begun.json", "phase.json", ".lock"
 ORDER = ("fail", "error", "inconclusive", "flaky", "known", "unavailable", "pass")
 """Outcomes, the gravest first."""
 
@@ -241,11 +242,30 @@ def read_night(folder: Path) -> NightRecord:
             cause="the driver of the night ended while it ran" if (folder / name).is_dir() else "not run",
         ))  # fmt: skip
     missing = next((p.name for p in phases if p.outcome == "error"), "the verdict")
+    cause = f"the driver of the night was killed before its verdict, at {missing}; resume with --resume"
+    if _at_work(folder):
+        cause = f"the night is still running, at {missing}"
     return NightRecord(
         identity=begun["identity"], row=begun["row"], chip=begun["chip"], began=begun["began"], outcome="error",
-        action="page", phases=tuple(phases),
-        cause=f"the driver of the night was killed before its verdict, at {missing}; resume with --resume",
+        action="page", phases=tuple(phases), cause=cause,
     )  # fmt: skip
+
+
+def _at_work(folder: Path) -> bool:
+    """Whether a driver holds the night."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def read_phase(folder: Path) -> PhaseRecord | None:

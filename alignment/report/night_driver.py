@@ -28,6 +28,7 @@ from alignment.files import read_json, write_json
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import (
     BEGUN,
+    LOCK,
     NIGHT,
     PHASE,
     SCHEMA,
@@ -128,7 +129,7 @@ def _lock(out: Path) -> Iterator[None]:
     handle = None
     try:
         out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        handle = os.open(out / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         # A full disk is no reason to be silent: the night goes on, and says so.
         print(f"{out}: cannot be locked: {error.strerror}", file=sys.stderr)
@@ -241,6 +242,7 @@ class _Night:
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(folder / STACK, out / STACK)
         self._write_begun()
+        write_json(folder / PHASE, record.to_dict())
         return record
 
     # --- one phase ---------------------------------------------------------------------------------------------------
