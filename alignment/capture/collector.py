@@ -223,6 +223,7 @@ class WorkerCollector:
                 token_end=settings.token_range_end,
                 values=False,
                 settings=False,
+                real_tokens=False,  # msprobe counts padding
             )
             self._capture = Capture(config, directory=self._scratch)
         return self._capture

@@ -45,8 +45,10 @@ class CaptureConfig:
         parameters, parameter_gradients: of the captured modules, parameters where they have changed.
         settings: plain numbers and names that modules compute with (an ε, a scale, a k).
         values: the pipeline's fields (responses, old_log_probs, advantages, …), with their tensors.
-        samples: one sketch per sample instead of one per tensor where the leading dimensions are samples and tokens:
-            such rows are paired whatever the order, the micro batches and the padding. Costs a sketch per sample.
+        real_tokens: leave padding out of the statistics and sketches of tensors that are made of samples and tokens,
+            and take each sample at a place of its own: such rows are compared whatever the order, the micro batches and
+            the padding. Known by ``input_ids`` and ``attention_mask`` of the model's call.
+        samples: one sketch per sample instead of one of all of them. Costs a sketch per sample.
         sketch_size, sketch_seed: see :mod:`alignment.numerics.sketch`. Only equal ones can be compared.
         deduplicate: reduce a tensor once for all the modules it passes through. ``auto`` switches it off where
             collective communication may write into a tensor behind the version counter's back.
@@ -67,6 +69,7 @@ class CaptureConfig:
     parameter_gradients: bool = True
     values: bool = True
     settings: bool = True
+    real_tokens: bool = True
     samples: bool = False
     sketch_size: int = SKETCH_SIZE
     sketch_seed: int = SKETCH_SEED

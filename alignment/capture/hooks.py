@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from alignment.capture.leaves import call_leaves, output_leaves
 from alignment.capture.record import Shard
 from alignment.capture.reduction import Reduced
-from alignment.capture.samples import samples_of_call
+from alignment.capture.samples import Samples, holds_samples, samples_of_call
 from alignment.capture.settings import SettingsReader
 from alignment.capture.shards import activation_shard, global_names, local_tensor, parameter_shard
 from alignment.capture.stage import StageRecord
@@ -31,6 +31,7 @@ class HookedModule:
     class_name: str
     parent: str
     module: nn.Module = field(repr=False, compare=False)
+    holds_samples: bool = True
 
 
 @dataclass
@@ -58,6 +59,7 @@ class ModuleHooks:
         samples: whether to hash the samples of every call.
         modules: whether modules are recorded, and not only who is running.
         settings: whether the plain settings of modules are.
+        mask: which tokens are real, where the model is not told.
     """
 
     def __init__(
@@ -74,11 +76,12 @@ class ModuleHooks:
         samples: bool = True,
         modules: bool = True,
         settings: bool = True,
+        mask: Tensor | None = None,
     ) -> None:
         self.model, self.record, self.prefix = model, record, prefix
         self.backward, self.parameters, self.parameter_gradients = backward, parameters, parameter_gradients
         self.takes, self.tokens, self.samples, self.modules = takes, tokens, samples, modules
-        self.settings = settings and modules
+        self.settings, self.mask = settings and modules, mask
         self._handles: list[Any] = []
         self._graph_handles: list[Any] = []
         self._stack: list[_Frame] = []
@@ -106,7 +109,8 @@ class ModuleHooks:
             root = module is self.model
             if not root and not self.takes(whole):
                 continue
-            hooked = HookedModule(whole, type(module).__name__, self._parent(name, modules, names), module)
+            parent = self._parent(name, modules, names)
+            hooked = HookedModule(whole, type(module).__name__, parent, module, holds_samples(whole))
             taken = self.takes(whole)
             self._handles.append(
                 module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
@@ -178,12 +182,14 @@ class ModuleHooks:
                     self._model_calls += 1
                     self._taken = self.tokens is None or self.tokens[0] <= call <= self.tokens[1]
                     if self.samples and self._taken:
-                        found = samples_of_call(args, kwargs)
+                        found = samples_of_call(args, kwargs, mask=self.mask)
                         # A decoding step has one token per sample; its samples are those of the prompt's pass.
                         if found is None or (self.tokens is not None and found.shape[1] == 1):
                             previous = record.samples
                             same = previous is not None and found is not None and len(previous.keys) == found.shape[0]
                             found = _decoding(previous, found) if same else None
+                        elif found is not None:
+                            found = found.counted(record.met)
                         record.set_samples(found)
                 if not self._taken:
                     return
@@ -239,7 +245,8 @@ class ModuleHooks:
         return hook
 
     def _reduce(self, hooked: HookedModule, path: str, t: Tensor) -> Reduced:
-        return self.record.reduce(local_tensor(t), shard=self._shard(hooked, path, t))
+        shard = self._shard(hooked, path, t)
+        return self.record.reduce(local_tensor(t), shard=shard, by_sample=hooked.holds_samples)
 
     def _shard(self, hooked: HookedModule, path: str, t: Tensor) -> Shard | None:
         samples = self.record.samples
@@ -418,6 +425,4 @@ def _find_edges(starts: Sequence[Any], wanted: dict[tuple, int], sequence: int, 
 
 
 def _decoding(previous: Any, found: Any) -> Any:
-    from alignment.capture.reduction import Samples
-
     return Samples(keys=previous.keys, bounds=((0, 1),) * len(previous.keys), shape=found.shape)

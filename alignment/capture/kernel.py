@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ SWITCH = "ALIGNMENT_CAPTURE_KERNEL"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 _SECONDS = 120
+_TURNS = 4096
 
 
 class Kernel:
@@ -83,7 +85,7 @@ class Sketcher:
         self._after = np.ascontiguousarray(tables.after.reshape(-1, *self._shape).transpose(0, 2, 1), np.float32)
         self._room = np.empty(2 * tables.size, np.float32)
         self._sums = np.zeros(tables.before.size, np.float32)
-        self._flips: dict[int, np.ndarray] = {}
+        self._flips: dict[int, tuple[int, np.ndarray]] = {}
         self._fixed = tables.prime, tables.rows, tables.step
         # An address costs a microsecond each time it is asked for.
         arrays = self._signs, self._sums, self._before, self._after, self._room
@@ -94,36 +96,54 @@ class Sketcher:
 
         None where an element is not finite or larger than a sketch takes.
         """
+        return self.reduce_parts([(flat, 0)])
+
+    def reduce_parts(
+        self, parts: Sequence[tuple[Tensor, int]]
+    ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
+        """As :meth:`reduce` of flat contiguous tensors together, each with the group of the sketch at which it begins
+        (a multiple of :data:`~alignment.numerics.sketch.FOLD`)."""
         tables, kernel, sums = self._tables, self._kernel, self._sums
         signs_at, sums_at, before_at, after_at, room_at = self._at
-        n = flat.numel()
-        used = min(n, tables.prime)
+        used = min(max(flat.numel() for flat, _ in parts), tables.prime)
         blocks = -(-used // tables.size)
         sums[: blocks * tables.size] = 0
         high, low, total, square = -np.inf, np.inf, 0.0, 0.0
-        precise = None
-        at, function, item = flat.data_ptr(), kernel._functions[flat.dtype], flat.element_size()
-        for begin in range(0, n, FOLD * tables.group):
-            first = begin // tables.group
-            length = min(n - begin, FOLD * tables.group)
-            if first not in self._flips:
-                self._flips[first] = np.array([tables.flips(first + i) for i in range(FOLD)], np.uint8)
-            broken = function(
-                at + begin * item, length, signs_at, self._flips[first].ctypes.data, *self._fixed, first, sums_at,
-                kernel._out_at,
-            )  # fmt: skip
-            a, b, s, q = kernel._out.tolist()
-            if broken or a > LARGEST or b < -LARGEST:
-                return None
-            high, low, total, square = max(high, a), min(low, b), total + s, square + q
-            if n > FOLD * tables.group:
-                precise = sums.astype(np.float64) if precise is None else precise + sums
-                sums[:] = 0
+        precise, added = None, 0
+        for flat, group in parts:
+            n, at, function, item = flat.numel(), flat.data_ptr(), kernel._functions[flat.dtype], flat.element_size()
+            for begin in range(0, n, FOLD * tables.group):
+                first = group + begin // tables.group
+                length = min(n - begin, FOLD * tables.group)
+                groups = -(-length // tables.group)
+                if added + groups > FOLD:
+                    precise = sums.astype(np.float64) if precise is None else precise + sums
+                    sums[:] = 0
+                    added = 0
+                added += groups
+                broken = function(
+                    at + begin * item, length, signs_at, self._turns(first), *self._fixed, first, sums_at,
+                    kernel._out_at,
+                )  # fmt: skip
+                a, b, s, q = kernel._out.tolist()
+                if broken or a > LARGEST or b < -LARGEST:
+                    return None
+                high, low, total, square = max(high, a), min(low, b), total + s, square + q
         if precise is not None:
-            sums[:] = precise
+            sums[:] = precise + sums
         sketch = np.empty(tables.size, np.float32)
         kernel._mix(sums_at, *self._shape, blocks, before_at, after_at, room_at, sketch.ctypes.data)
         return (high, low, total, square), sketch
+
+    def _turns(self, first: int) -> int:
+        """Where the turns of the groups from ``first`` on are."""
+        found = self._flips.get(first)
+        if found is None:
+            if len(self._flips) >= _TURNS:
+                self._flips.clear()
+            turns = np.array([self._tables.flips(first + i) for i in range(FOLD)], np.uint8)
+            found = self._flips[first] = (turns.ctypes.data, turns)
+        return found[0]
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.capture.hooks import ModuleHooks
 from alignment.capture.leaves import leaves
+from alignment.capture.samples import holds_samples
 from alignment.capture.stage import StageRecord
 
 _VIEWS = frozenset(
@@ -54,7 +55,8 @@ class OperatorRecorder(TorchDispatchMode):
         with record.own_work():
             call = record.next_call(f"{direction}\0{parent}\0{name}")
             # Before the operator runs: it may write into what it was given.
-            inputs = [(path, t, record.reduce(t)) for path, t in self._tensors(args, kwargs)]
+            by_sample = holds_samples(parent)
+            inputs = [(path, t, record.reduce(t, by_sample=by_sample)) for path, t in self._tensors(args, kwargs)]
         output = func(*args, **kwargs)
         if not record.active:
             return output
@@ -64,7 +66,8 @@ class OperatorRecorder(TorchDispatchMode):
             for path, value in _numbers(args, kwargs):
                 record.number(name, "operator", direction, call, path, parent, value)
             for path, t in leaves(output, "output"):
-                record.row(name, name, "operator", direction, call, "output", path, parent, t, record.reduce(t))
+                reduced = record.reduce(t, by_sample=by_sample)
+                record.row(name, name, "operator", direction, call, "output", path, parent, t, reduced)
         return output
 
     def _running(self) -> str:

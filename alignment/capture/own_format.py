@@ -32,7 +32,7 @@ from alignment.files import read_json, write_atomically, write_json
 from alignment.weights.tensor_file import StoredTensor, plan_file, read_header, write_file
 
 FORMAT = "alignment-capture"
-VERSION = 1
+VERSION, READ = 2, (1, 2)
 ABOUT = "capture.json"
 STATISTIC_COLUMNS = ("max", "min", "mean", "l2", "nan_count", "inf_count", "count")
 PART_BYTES = 256 << 20
@@ -79,7 +79,8 @@ class RowColumns:
     sketch: list[int] = field(default_factory=list)
     """First of the tensor's sketches, −1 for none."""
     sketch_count: list[int] = field(default_factory=list)
-    """0: one sketch of the whole tensor; n: one per sample."""
+    """0: one sketch of the whole tensor; n: one per sample; −1: one of the real tokens of all samples, each at the
+    place that its key names. Except for 0, statistics are of the real tokens, too."""
     tensor: list[str | None] = field(default_factory=list)
     """``<part>/<name>`` of the tensor's bytes."""
 
@@ -114,6 +115,7 @@ def write_rows(
     statistics: np.ndarray,
     sketches: np.ndarray,
     key_groups: Sequence[Sequence[str]] = (),
+    key_bounds: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]] | None = None,
     parts: Sequence[str] = (),
     settings: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
     about: Mapping[str, Any] | None = None,
@@ -126,6 +128,7 @@ def write_rows(
         statistics: float64 [n, 7] in the order of :data:`STATISTIC_COLUMNS`.
         sketches: float32 [m, size].
         key_groups: content hashes that rows point at.
+        key_bounds: of every group, (samples, tokens) and first and last + 1 real token of every sample.
         parts: names of the tensor files written before, see :func:`write_part`.
         settings: class and plain settings by module.
         about: anything more to keep, as JSON.
@@ -146,6 +149,8 @@ def write_rows(
         "data": data.name, "parts": list(parts), "key_groups": [list(group) for group in key_groups],
         "about": dict(about or {}), "columns": {},
     }  # fmt: skip
+    if key_bounds is not None:
+        document["key_bounds"] = [[list(shape), [list(b) for b in bounds]] for shape, bounds in key_bounds]
     if settings:
         document["settings"] = _settings_table(settings)
     for name in _COLUMNS:
@@ -225,7 +230,7 @@ class OwnCapture:
         found = about.get("format") if isinstance(about, dict) else type(about).__name__
         if found != FORMAT:
             raise InputError("this is no capture", where=self.root / ABOUT, expected=f"format {FORMAT}", found=found)
-        if about.get("version") != VERSION:
+        if about.get("version") not in READ or isinstance(about.get("version"), bool):
             raise InputError(
                 "a capture of another version", where=self.root / ABOUT, expected=VERSION, found=about.get("version")
             )
@@ -297,13 +302,15 @@ class _Rows:
         self._is(document, dict, "the document")
         for name, expected in (
             ("format", FORMAT),
-            ("version", VERSION),
             ("step", step),
             ("stage", stage),
             ("rank", rank),
         ):
             if document.get(name) != expected or isinstance(document.get(name), bool):
                 raise self._damaged(name, expected, document.get(name))
+        if type(document.get("version")) is not int or document["version"] not in READ:
+            raise self._damaged("version", VERSION, document.get("version"))
+        self.version = document["version"]
         self.count = self._natural(document.get("rows"), "rows")
         columns = self._is(document.get("columns"), dict, "columns")
         self.columns = {name: self._column(columns.get(name), name) for name in _COLUMNS}
@@ -314,6 +321,7 @@ class _Rows:
         self.data = self._file_name(document.get("data"), "data")
         groups = self._is(document.get("key_groups"), list, "key_groups")
         self.key_groups = [self._strings(group, f"key_groups[{i}]") for i, group in enumerate(groups)]
+        self.key_bounds = self._key_bounds(document.get("key_bounds"))
         self.settings = self._settings(document.get("settings", {"kinds": [], "modules": []}))
         self._open: dict[str, dict[str, StoredTensor]] = {}
         self._arrays: dict[str, np.ndarray] = {}
@@ -339,6 +347,9 @@ class _Rows:
             if first >= 0 and first + max(1, count) > len(sketches):
                 raise self._damaged(f"columns.sketch[{i}]", f"at most {len(sketches)} sketches", first + max(1, count))
             shard, shape, tensor = columns["shard"][i], columns["shape"][i], columns["tensor"][i]
+            if count and group < 0 and self.version > 1:
+                raise self._damaged(f"columns.keys[{i}]", "the samples of the sketch", group)
+            tokens, bounds = self.key_bounds[group] if group >= 0 else (0, None)
             yield TensorRow(
                 module=columns["module"][i],
                 class_name=columns["class_name"][i],
@@ -354,6 +365,9 @@ class _Rows:
                 shard=shard,
                 statistics=self._statistics(listed[where], where) if where >= 0 else None,
                 keys=self.key_groups[group] if group >= 0 else None,
+                by_key=count != 0 and bounds is not None,
+                bounds=bounds,
+                tokens=tokens,
                 load_sketch=self._sketch_loader(first, count) if first >= 0 else None,
                 load_tensor=self._tensor_loader(tensor, columns["dtype"][i], shape, i) if tensor is not None else None,
             )
@@ -380,7 +394,7 @@ class _Rows:
     def _sketch_loader(self, first: int, count: int) -> Callable[[], np.ndarray]:
         def load() -> np.ndarray:
             sketches = self._array("sketches", "F32", (None, None))
-            return np.array(sketches[first : first + count] if count else sketches[first])
+            return np.array(sketches[first : first + count] if count > 0 else sketches[first])
 
         return load
 
@@ -476,6 +490,23 @@ class _Rows:
         if len(decoded_column) != self.count:
             raise self._damaged(place, f"{self.count} rows", f"{len(decoded_column)} rows")
         return decoded_column
+
+    def _key_bounds(self, value: Any) -> list[tuple[int, tuple[tuple[int, int], ...] | None]]:
+        if value is None:
+            return [(0, None)] * len(self.key_groups)
+        if len(self._is(value, list, "key_bounds")) != len(self.key_groups):
+            raise self._damaged("key_bounds", f"{len(self.key_groups)} groups", f"{len(value)} groups")
+        found = []
+        for i, entry in enumerate(value):
+            place = f"key_bounds[{i}]"
+            shape = self._shape(entry[0], place) if isinstance(entry, list) and len(entry) == 2 else ()
+            bounds = tuple(self._shape(b, place) for b in self._is(entry[1], list, place)) if len(shape) == 2 else ()
+            if len(bounds) != len(self.key_groups[i]) or not all(
+                len(b) == 2 and b[0] <= b[1] <= shape[1] for b in bounds
+            ):
+                raise self._damaged(place, "[[samples, tokens], [[first, last + 1], …]]", entry)
+            found.append((shape[1], bounds))
+        return found
 
     def _settings(self, table: Any) -> list[tuple[str, tuple[str, dict[str, Any]]]]:
         self._is(table, dict, "settings")

@@ -80,6 +80,10 @@ class TensorRow:
         shape: of the tensor on this rank.
         shard: its place in the whole tensor, or None where it is whole.
         statistics: None where only the tensor was kept, or where there are no numbers.
+        by_key: the statistics and the sketch are of the real tokens of the samples ``keys`` alone, whose elements begin
+            at places of the sketch that the keys name: the same in every order and padding, and additive over micro
+            batches.
+        bounds: first and last + 1 real token of every sample, or None; ``tokens`` is their number with padding.
         keys: content hashes of the samples, or None. They lie along the leading dimension, or along the second one
             where that alone has as many elements (megatron-core puts tokens first). Two captures that held the same
             samples in another order, or in other micro batches, are paired by them.
@@ -99,6 +103,9 @@ class TensorRow:
     shard: Shard | None = None
     statistics: Statistics | None = None
     keys: tuple[str, ...] | None = None
+    by_key: bool = False
+    bounds: tuple[tuple[int, int], ...] | None = None
+    tokens: int = 0
     value: bool | int | float | str | None = None
     load_sketch: Callable[[], np.ndarray] | None = field(default=None, repr=False, compare=False)
     load_tensor: Callable[[], np.ndarray] | None = field(default=None, repr=False, compare=False)

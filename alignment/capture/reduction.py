@@ -12,45 +12,28 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from alignment.capture.kernel import Sketcher, kernel
+from alignment.capture.record import Shard
+from alignment.capture.samples import Part, Samples
 from alignment.numerics.sketch import LARGEST, Buckets, Filling, Place, bounded, sketch_tables
 
 _MIXED_AT_ONCE = 32
 _ABSENT = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+_Sums = tuple[float, float, float, float, int, int, int]
+"""Maximum, minimum, sum and sum of squares of the finite elements; NaN, infinite and all elements."""
+_NOTHING: _Sums = (-math.inf, math.inf, 0.0, 0.0, 0, 0, 0)
+OF_SAMPLES = -1
+"""In place of a number of sketches: one of the real tokens of all samples, each at the place that its key names."""
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """Where the results of one tensor are: indices, −1 for none. ``sketches`` is 0 for one sketch of the whole."""
+    """Where the results of one tensor are: indices, −1 for none. ``sketches`` is 0 for one sketch of the whole,
+    :data:`OF_SAMPLES`, or the number of samples that have one each."""
 
     statistics: int
     sketch: int
     sketches: int
     tensor: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Samples:
-    """The samples of the micro batch that is running.
-
-    Attributes:
-        keys: a content hash per sample.
-        bounds: first and last + 1 real token of each.
-        shape: (samples, tokens) of the padded micro batch.
-    """
-
-    keys: tuple[str, ...]
-    bounds: tuple[tuple[int, int], ...]
-    shape: tuple[int, int]
-
-    def slices(self, t: Tensor) -> list[Tensor] | None:
-        """The real tokens of every sample, or None where the leading dimensions are no samples and tokens."""
-        b, s = self.shape
-        if t.dim() >= 2 and t.shape[0] == b and t.shape[1] == s:
-            return [t[i, low:high] for i, (low, high) in enumerate(self.bounds)]
-        # megatron-core puts tokens first
-        if t.dim() >= 2 and b != s and t.shape[0] == s and t.shape[1] == b:
-            return [t[low:high, i] for i, (low, high) in enumerate(self.bounds)]
-        return None
 
 
 class Reducer:
@@ -62,12 +45,18 @@ class Reducer:
     Args:
         sketch_size: 0 for statistics alone.
         deduplicate: answer with the earlier result for a tensor that still lives at the same version.
+
+    Attributes:
+        samples: of the micro batch that is running. Tensors that are made of samples and tokens are reduced by their
+            real tokens alone then.
+        each_sample: whether every sample has a sketch of its own.
     """
 
     def __init__(self, *, sketch_size: int, sketch_seed: int = 0, deduplicate: bool = True) -> None:
         self.sketch_size, self.sketch_seed, self.deduplicate = sketch_size, sketch_seed, deduplicate
         self._keep: Callable[[Tensor], str | None] | None = None
         self.samples: Samples | None = None
+        self.each_sample = False
         self._buckets: dict[str, Buckets] = {}
         self._pending: dict[str, tuple[Tensor, list[int]]] = {}
         self._pieces: dict[str, Tensor] = {}
@@ -77,6 +66,7 @@ class Reducer:
     def begin(self) -> None:
         """Forgets everything: another stage begins."""
         self._seen: dict[tuple, tuple[_StorageRef, Reduced]] = {}
+        self._held: dict[int, Samples | None] = {}
         self._statistics: list[tuple[float, ...] | None] = []
         self._on_device: dict[str, list[tuple[int, int, Tensor]]] = {}
         self._sketches: list[Tensor] = []
@@ -90,20 +80,25 @@ class Reducer:
         """From here on calls ``keep`` for every tensor that is reduced; it answers with the name it is stored by."""
         self._keep = keep
 
-    def add(self, t: Tensor, *, place: Place | None = None, by_sample: bool = True) -> Reduced:
+    def add(
+        self, t: Tensor, *, place: Place | None = None, by_sample: bool = True, shard: Shard | None = None
+    ) -> Reduced:
         """Reduces ``t`` unless it is already done.
 
         Args:
             place: of a shard in the whole; its sketch is taken there.
             by_sample: whether its leading dimensions may be samples and tokens.
+            shard: what ``place`` says, by dimension.
         """
+        samples = self.samples if by_sample else None
         key = None
         if self.deduplicate and not t.is_inference():
-            key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), place)
+            key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), place, id(samples))
             seen = self._seen.get(key)
             if seen is not None and seen[0].alive():
                 return seen[1]
-        reduced = self._reduce(t.detach(), place, by_sample)
+            self._held[id(samples)] = samples
+        reduced = self._reduce(t.detach(), place, samples, shard)
         if key is not None:
             self._seen[key] = (_StorageRef(t), reduced)
         return reduced
@@ -154,7 +149,7 @@ class Reducer:
 
     # --- one tensor --------------------------------------------------------------------------------------------------
 
-    def _reduce(self, t: Tensor, place: Place | None, by_sample: bool) -> Reduced:
+    def _reduce(self, t: Tensor, place: Place | None, samples: Samples | None, shard: Shard | None) -> Reduced:
         if t.is_sparse or t.is_quantized or t.device.type == "meta":
             return Reduced(-1, -1, 0)
         if t.is_complex():
@@ -162,31 +157,85 @@ class Reducer:
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
         stored = self._keep(t) if self._keep is not None else None
-        slices = self.samples.slices(t) if by_sample and self.samples is not None and place is None else None
+        parts = samples.parts(t, shard) if samples is not None else None
         index = len(self._statistics)
         self._statistics.append(None)
         on_cpu = t.device.type == "cpu"
+        first = self._sketch_count if self.sketch_size else -1
+        if parts is not None:
+            reduce = self._parts_on_cpu if on_cpu else self._parts_on_accelerator
+            reduce(index, parts)
+            return Reduced(index, first, len(parts) if self.each_sample and self.sketch_size else OF_SAMPLES, stored)
         if not self.sketch_size:
             if not (on_cpu and self._at_once(index, t, sketch=False)):
                 self._whole(index, t, None, None, on_cpu)
-            return Reduced(index, -1, 0, stored)
-        first = self._sketch_count
-        if slices is None:
-            if place is not None or not (on_cpu and self._at_once(index, t, sketch=True)):
-                self._whole(index, t, place, self._fill(t), on_cpu)
-            return Reduced(index, first, 0, stored)
-        if not (on_cpu and self._at_once(index, t, sketch=False)):
-            self._whole(index, t, None, None, on_cpu)
-        for part in slices:
-            if on_cpu and self._at_once(None, part, sketch=True):
-                continue
-            flat, fill = part.reshape(-1), self._fill(t)
-            for group, piece in fill.buckets.pieces(flat, None):
-                fill.add(group, bounded(piece.float()))
-            fill.finish()
-        return Reduced(index, first, len(slices), stored)
+        elif place is not None or not (on_cpu and self._at_once(index, t, sketch=True)):
+            self._whole(index, t, place, self._fill(t), on_cpu)
+        return Reduced(index, first, 0, stored)
 
-    def _at_once(self, index: int | None, t: Tensor, *, sketch: bool) -> bool:
+    def _parts_on_cpu(self, index: int, parts: Sequence[Part]) -> None:
+        """Statistics of all parts together; one sketch of all, or one of each."""
+        sums: list[_Sums] = []
+        if not self.sketch_size:
+            sums = [self._sums(part.t) for part in parts]
+        elif self.each_sample:
+            for part in parts:
+                sums += self._sketched([part])
+        else:
+            sums = self._sketched(parts)
+        self._statistics[index] = _finished(sums)
+
+    def _sketched(self, parts: Sequence[Part]) -> list[_Sums]:
+        """Fills the next sketch."""
+        fast = kernel()
+        flat = [_flat(part.t, ordered=True) for part in parts]
+        if fast is not None and all(part.place is None and fast.takes(part.t) for part in parts):
+            both = self._fast().reduce_parts([(f, part.group) for f, part in zip(flat, parts)])
+            if both is not None and _sure(both[0]):
+                self._ready.append((self._sketch_count, both[1]))
+                self._sketch_count += 1
+                return [(*both[0], 0, 0, sum(map(len, flat)))]
+        fill = self._fill(parts[0].t)
+        sums = []
+        for f, part in zip(flat, parts):
+            if part.place is None:
+                sums.append(self._in_pieces(f, fill, part.group))
+                continue
+            sums.append(self._in_pieces(f, None))
+            for group, piece in fill.buckets.pieces(f, part.place):
+                fill.add(part.group + group, bounded(piece.float()))
+        fill.finish()
+        return sums
+
+    def _sums(self, t: Tensor) -> _Sums:
+        fast = kernel()
+        if fast is not None and t.numel() and fast.takes(t):
+            found = fast.statistics(_flat(t, ordered=False))
+            if found is not None and _sure(found):
+                return (*found, 0, 0, t.numel())
+        return self._in_pieces(_flat(t, ordered=False), None)
+
+    def _parts_on_accelerator(self, index: int, parts: Sequence[Part]) -> None:
+        flat = [part.t.reshape(-1) for part in parts]
+        clean = self._on_device_statistics(index, torch.cat(flat))
+        if not self.sketch_size:
+            return
+        fill = None
+        for piece, part in zip(flat if clean is None else clean.split([len(f) for f in flat]), parts):
+            if fill is None or self.each_sample:
+                fill = self._fill(part.t)
+            for group, elements in fill.buckets.pieces(piece, part.place):
+                fill.add(part.group + group, elements)
+            if self.each_sample:
+                fill.finish()
+        fill.finish()
+
+    def _fast(self) -> Sketcher:
+        if self._sketcher is None:
+            self._sketcher = kernel().sketcher(sketch_tables(self.sketch_size, self.sketch_seed))
+        return self._sketcher
+
+    def _at_once(self, index: int, t: Tensor, *, sketch: bool) -> bool:
         """One pass in C++; False where there is no fast path, or the numbers need the careful one."""
         fast = kernel()
         count = t.numel()
@@ -197,17 +246,12 @@ class Reducer:
         if not sketch:
             found = fast.statistics(flat)
         else:
-            if self._sketcher is None:
-                self._sketcher = fast.sketcher(sketch_tables(self.sketch_size, self.sketch_seed))
-            both = self._sketcher.reduce(flat)
+            both = self._fast().reduce(flat)
             found, made = both if both is not None else (None, None)
-        if found is None:
+        if found is None or not _sure(found):
             return False
         high, low, total, square = found
-        if not math.isfinite(square) or 0.0 < max(abs(high), abs(low)) < _SMALL:
-            return False
-        if index is not None:
-            self._statistics[index] = (high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count))
+        self._statistics[index] = (high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count))
         if made is not None:
             self._ready.append((self._sketch_count, made))
             self._sketch_count += 1
@@ -219,18 +263,18 @@ class Reducer:
             return
         flat = _flat(t, ordered=fill is not None)
         if place is None:
-            self._statistics[index] = self._in_pieces(flat, fill)
+            self._statistics[index] = _finished([self._in_pieces(flat, fill)])
         else:
-            self._statistics[index] = self._in_pieces(flat, None)
+            self._statistics[index] = _finished([self._in_pieces(flat, None)])
             for group, piece in fill.buckets.pieces(flat, place):
                 fill.add(group, bounded(piece.float()))
         if fill is not None:
             fill.finish()
 
-    def _in_pieces(self, flat: Tensor, fill: Filling | None) -> tuple[float, ...]:
+    def _in_pieces(self, flat: Tensor, fill: Filling | None, first: int = 0) -> _Sums:
         count = len(flat)
         if count == 0:
-            return _ABSENT
+            return _NOTHING
         length = fill.buckets.group if fill is not None else _PIECE
         high, low, total, square, nan_count, inf_count = -math.inf, math.inf, 0.0, 0.0, 0, 0
         dtype = flat.dtype
@@ -262,18 +306,22 @@ class Reducer:
                     piece = piece.float()
                 if a < -LARGEST or b > LARGEST:
                     piece = piece.clamp(-LARGEST, LARGEST)
-                fill.add(group, piece)
-        finite_count = count - nan_count - inf_count
-        if not finite_count:
-            return (0.0, 0.0, 0.0, 0.0, float(nan_count), float(inf_count), float(count))
-        return (high, low, total / finite_count, math.sqrt(square), float(nan_count), float(inf_count), float(count))
+                fill.add(first + group, piece)
+        return high, low, total, square, nan_count, inf_count, count
 
     def _on_accelerator(self, index: int, t: Tensor, place: Place | None, fill: Filling | None) -> None:
-        flat = t.reshape(-1)
+        clean = self._on_device_statistics(index, t.reshape(-1))
+        if clean is not None and fill is not None:
+            for group, piece in fill.buckets.pieces(clean, place):
+                fill.add(group, piece)
+            fill.finish()
+
+    def _on_device_statistics(self, index: int, flat: Tensor) -> Tensor | None:
+        """Answers with the elements as a sketch takes them, None where there are none."""
         count = len(flat)
         if count == 0:
             self._statistics[index] = _ABSENT
-            return
+            return None
         x = flat.float()
         finite = x.isfinite()
         clean = torch.where(finite, x, 0.0)
@@ -287,12 +335,8 @@ class Reducer:
                 x.isinf().sum().float(),
             ]
         )
-        self._on_device.setdefault(str(t.device), []).append((index, count, row))
-        if fill is not None:
-            clean = clean.clamp(-LARGEST, LARGEST)
-            for group, piece in fill.buckets.pieces(clean, place):
-                fill.add(group, piece)
-            fill.finish()
+        self._on_device.setdefault(str(flat.device), []).append((index, count, row))
+        return clean.clamp(-LARGEST, LARGEST) if self.sketch_size else clean
 
     # --- sketches ----------------------------------------------------------------------------------------------------
 
@@ -332,6 +376,23 @@ _PIECE = 1 << 17
 """Elements that are reduced in one go: half a megabyte of float32, which a core's own cache holds."""
 _SMALL = 1e-16
 """Below it squares approach float32's smallest normal number, 1.2e-38, and lose digits."""
+
+
+def _sure(found: tuple[float, float, float, float]) -> bool:
+    """Whether sums of float32 hold: squares leave its range before the numbers do."""
+    high, low, _, square = found
+    return math.isfinite(square) and not 0.0 < max(abs(high), abs(low)) < _SMALL
+
+
+def _finished(parts: Sequence[_Sums]) -> tuple[float, ...]:
+    """Statistics of the parts together."""
+    high, low = max(part[0] for part in parts), min(part[1] for part in parts)
+    total, square = math.fsum(part[2] for part in parts), math.fsum(part[3] for part in parts)
+    nan_count, inf_count, count = (sum(part[i] for part in parts) for i in (4, 5, 6))
+    finite = count - nan_count - inf_count
+    if not finite:
+        return (0.0, 0.0, 0.0, 0.0, float(nan_count), float(inf_count), float(count))
+    return (high, low, total / finite, math.sqrt(square), float(nan_count), float(inf_count), float(count))
 
 
 class _StorageRef:

@@ -26,8 +26,8 @@ from alignment.capture.config import STAGE_ORDER, CaptureConfig
 from alignment.capture.hooks import ModuleHooks
 from alignment.capture.operators import OperatorRecorder
 from alignment.capture.own_format import write_about
-from alignment.capture.reduction import Reducer, Samples
-from alignment.capture.samples import sample_keys
+from alignment.capture.reduction import Reducer
+from alignment.capture.samples import Samples, real_bounds, sample_keys
 from alignment.capture.stage import StageRecord
 from alignment.capture.writer import BackgroundWriter
 from alignment.errors import InputError
@@ -65,6 +65,7 @@ class Capture:
         self._pieces: dict[str, int] = {}
         self._calls: dict[str, dict[str, int]] = {}
         self._parameters: dict[str, dict[str, tuple]] = {}
+        self._met: dict[str, dict[str, int]] = {}
         self._started = False
         self._inside = False
 
@@ -83,6 +84,7 @@ class Capture:
         piece: str = "",
         modules: bool = True,
         summed_gradients: bool = False,
+        attention_mask: Tensor | None = None,
     ) -> Iterator[StageRecord | None]:
         """Captures what the models compute inside, if step, stage and rank were asked for.
 
@@ -93,6 +95,8 @@ class Capture:
             modules: False to take only what is handed to :func:`record_values`.
             summed_gradients: whether someone else hands in the gradients of parameters, so that each backward pass's
                 share is left out.
+            attention_mask: [samples, tokens], 0 at padding, of a model that is called with token ids of this shape and
+                without a mask.
 
         Yields:
             The record, or None where nothing is captured.
@@ -106,7 +110,7 @@ class Capture:
             yield None
             return
         if step != self._step:
-            self._step, self._pieces, self._calls, self._parameters = step, {}, {}, {}
+            self._step, self._pieces, self._calls, self._parameters, self._met = step, {}, {}, {}, {}
         again = self._pieces.get(stage, 0)
         self._pieces[stage] = again + 1
         record = StageRecord(
@@ -117,8 +121,10 @@ class Capture:
             stage=stage,
             rank=self.rank,
             piece=(f"{piece}{again or ''}" if piece else str(again) if again else ""),
+            real_tokens=config.real_tokens,
             by_sample=config.samples,
             calls=self._calls.setdefault(stage, {}),
+            met=self._met.setdefault(stage, {}),
             parameters=self._parameters.setdefault(stage, {}),
         )
         record.keeps = config.detail == "tensor"
@@ -139,6 +145,7 @@ class Capture:
                 tokens=generation,
                 modules=config.level != "L1",
                 settings=config.settings,
+                mask=attention_mask,
             )
             for prefix, model in (models.items() if modules else ())
         ]
@@ -155,9 +162,11 @@ class Capture:
         finally:
             self._inside = False
 
-    def step(self, step: int, stage: str = "train") -> contextlib.AbstractContextManager[StageRecord | None]:
+    def step(
+        self, step: int, stage: str = "train", *, attention_mask: Tensor | None = None
+    ) -> contextlib.AbstractContextManager[StageRecord | None]:
         """:meth:`stage` on the model that :func:`capture` was given."""
-        return self.stage(step, stage, self._model)
+        return self.stage(step, stage, self._model, attention_mask=attention_mask)
 
     def flush(self) -> None:
         """Waits until everything so far is on disk."""
@@ -260,8 +269,10 @@ def record_values(
     ids = (beside or values).get("input_ids")
     samples = None
     if ids is not None and ids.dim() == 2:
-        keys = sample_keys(ids, (beside or values).get("attention_mask"))
-        samples = Samples(keys=keys, bounds=((0, 0),) * len(keys), shape=(len(keys), -1))
+        mask = (beside or values).get("attention_mask")
+        mask = mask if mask is not None and mask.shape == ids.shape else None
+        shape = ids.shape[0], ids.shape[1]
+        samples = Samples(keys=sample_keys(ids, mask), bounds=real_bounds(mask, shape), shape=shape)
     with record.own_work():
         before = record.set_samples(samples)
         record.reducer.samples = None

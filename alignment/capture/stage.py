@@ -12,7 +12,8 @@ from torch import Tensor
 
 from alignment.capture.own_format import PART_BYTES, RowColumns, write_part, write_rows
 from alignment.capture.record import Shard
-from alignment.capture.reduction import Reduced, Reducer, Samples, _to_host
+from alignment.capture.reduction import Reduced, Reducer, _to_host
+from alignment.capture.samples import Samples, holds_samples
 from alignment.capture.writer import BackgroundWriter
 from alignment.numerics.sketch import Place
 
@@ -26,9 +27,11 @@ class StageRecord:
         reducer: reduces the tensors.
         writer: writes the files.
         root, step, stage, rank, piece: where; a stage that runs again in a step writes another piece.
+        real_tokens: whether padding is left out where the samples of a tensor are known.
         by_sample: one sketch per sample where it can be.
         calls: number of calls so far in this step and stage, by module; goes on where a stage runs again.
         parameters: versions of the parameters that are recorded in this step and stage.
+        met: how often each sample went through the model in this step and stage.
     """
 
     def __init__(
@@ -41,18 +44,22 @@ class StageRecord:
         stage: str,
         rank: int,
         piece: str = "",
+        real_tokens: bool = True,
         by_sample: bool = False,
         calls: dict[str, int] | None = None,
         parameters: dict[str, tuple] | None = None,
+        met: dict[str, int] | None = None,
     ) -> None:
         self.reducer, self._writer = reducer, writer
         self._place = (root, step, stage, rank)
-        self._piece, self._by_sample = piece, by_sample
+        self._piece, self._real_tokens = piece, real_tokens or by_sample
+        reducer.each_sample = by_sample
         self._calls = {} if calls is None else calls
         self._parameters = {} if parameters is None else parameters
+        self._met = {} if met is None else met
         self._rows: list[tuple] = []
-        self._groups: list[tuple[str, ...]] = []
-        self._group_of: dict[tuple[str, ...], int] = {}
+        self._groups: list[Samples] = []
+        self._group_of: dict[tuple, int] = {}
         self._group = -1
         self.samples: Samples | None = None
         self.keeps = False
@@ -77,14 +84,21 @@ class StageRecord:
     def set_samples(self, samples: Samples | None) -> Samples | None:
         """The samples of the micro batch that runs from here on; answers with the earlier ones."""
         before, self.samples = self.samples, samples
-        self.reducer.samples = samples if self._by_sample else None
+        self.reducer.samples = samples if self._real_tokens else None
         if samples is None:
             self._group = -1
         else:
-            self._group = self._group_of.setdefault(samples.keys, len(self._groups))
+            key = samples.keys, samples.bounds, samples.shape
+            self._group = self._group_of.setdefault(key, len(self._groups))
             if self._group == len(self._groups):
-                self._groups.append(samples.keys)
+                self._groups.append(samples)
         return before
+
+    @property
+    def met(self) -> dict[str, int]:
+        """How often each sample went through the model in this step and stage, see
+        :meth:`~alignment.capture.samples.Samples.counted`."""
+        return self._met
 
     def next_call(self, name: str) -> int:
         """Counts a call of ``name`` and answers with its number, from 0."""
@@ -109,7 +123,7 @@ class StageRecord:
         place = None
         if shard is not None and self.reducer.sketch_size and t.dim():
             place = Place.of(tuple(t.shape), dim=shard.dim, start=shard.start, whole=shard.whole)
-        return self.reducer.add(t, place=place, by_sample=by_sample)
+        return self.reducer.add(t, place=place, by_sample=by_sample, shard=shard)
 
     def row(
         self,
@@ -127,10 +141,13 @@ class StageRecord:
     ) -> None:
         """Adds a row in completion order."""
         group = self._group
-        if group >= 0 and kind in ("module", "operator", "value"):
+        if reduced.sketches:
+            pass
+        elif group >= 0 and kind in ("module", "operator", "value"):
             b, s = self.samples.shape
             leading = t.shape[:2]
-            if not (len(leading) and (leading[0] == b or tuple(leading) == (s, b))):
+            fits = len(leading) and (leading[0] == b or tuple(leading) == (s, b))
+            if not fits or not holds_samples(parent if kind == "operator" else module):
                 group = -1
         elif kind != "value":
             group = -1
@@ -199,14 +216,16 @@ class StageRecord:
             return
         self._send_part()
         count, statistics, sketches = self.reducer.results()
-        rows, groups, parts, place, piece = self._rows, self._groups, list(self._parts), self._place, self._piece
+        rows, groups, parts, place, piece = self._rows, list(self._groups), list(self._parts), self._place, self._piece
         size, settings = self.reducer.sketch_size, self._settings
 
         def write() -> None:
             write_rows(
                 *place, _columns(rows), piece=piece, statistics=statistics(),
                 sketches=sketches() if size else _NO_SKETCHES,
-                key_groups=groups, parts=parts, settings=settings, about=about,
+                key_groups=[group.keys for group in groups],
+                key_bounds=[(group.shape, group.bounds) for group in groups],
+                parts=parts, settings=settings, about=about,
             )  # fmt: skip
 
         self._writer.submit(write, 200 * len(rows) + 4 * size * self.reducer.sketches + 56 * count)

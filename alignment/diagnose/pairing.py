@@ -8,13 +8,22 @@ by summing their sketches, an extra call by what went into it. What has no partn
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alignment.capture.record import Statistics, TensorRow
-from alignment.diagnose.difference import Difference, coarser, from_sketches, from_statistics, from_tensors
+from alignment.diagnose.difference import (
+    RESOLUTION,
+    Difference,
+    coarser,
+    from_sketches,
+    from_statistics,
+    from_tensors,
+    rounding,
+)
 from alignment.diagnose.module_graph import Pair
 from alignment.diagnose.names import FUSED, NameMap
 
@@ -58,6 +67,11 @@ class Pairing:
     target_rows: int = 0
     classes: int = 0
     other_classes: int = 0
+    moved: str = ""
+    """``order`` where the samples of both sides stand otherwise, ``padding`` where padding does: what tensors hold that
+    name no samples."""
+    rebatched: bool = False
+    """Whether calls had to be joined, because the micro batches hold other samples."""
 
 
 _Group = dict[int, list[TensorRow]]
@@ -73,6 +87,7 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
     settings: tuple[dict, dict] = {}, {}
     first = _grouped(golden, names.golden, settings[0])
     second = _grouped(target, names.target, settings[1])
+    out.moved = _moved(_layout(first), _layout(second))
     _unfuse(first, second)
     for key, row in settings[0].items():
         if key in settings[1]:
@@ -90,6 +105,28 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
         out.target_rows += sum(map(len, calls.values()))
         out.unpaired.append(_missing(key, calls, "target"))
     return out
+
+
+_Layout = tuple[set[tuple[str, ...]], dict[str, tuple[tuple[int, int], int]]]
+"""The micro batches as the keys of their samples; of every sample its real tokens, and how many with padding."""
+
+
+def _layout(groups: dict[tuple[str, str, str], _Group]) -> _Layout:
+    batches: set[tuple[str, ...]] = set()
+    bounds: dict[str, tuple[tuple[int, int], int]] = {}
+    for calls in groups.values():
+        for rows in calls.values():
+            for row in rows:
+                if row.by_key and row.keys not in batches:
+                    batches.add(row.keys)
+                    bounds |= {key: (b, row.tokens) for key, b in zip(row.keys, row.bounds)}
+    return batches, bounds
+
+
+def _moved(golden: _Layout, target: _Layout) -> str:
+    if golden[1] != target[1] and any(b != (0, n) for side in (golden[1], target[1]) for b, n in side.values()):
+        return "padding"
+    return "" if golden[0] == target[0] else "order"
 
 
 def _grouped(rows: Iterable[TensorRow], name_of, settings: dict) -> dict[tuple[str, str, str], _Group]:
@@ -168,15 +205,22 @@ def _pair_calls(key: tuple[str, str, str], golden: _Group, target: _Group, out: 
         ((call, rows),), (others,) = golden.items(), target.values()
         _pair_tensors(key, call, rows, others, out)
         return
-    if len(golden) == len(target):
-        for (call, rows), others in zip(sorted(golden.items()), (o for _, o in sorted(target.items()))):
+    first, second = sorted(golden.items()), sorted(target.items())
+    if key[1] == "parameter_gradient" and out.rebatched:
+        # a backward pass adds to the gradient of the one before, so the last one is that of all micro batches
+        _pair_tensors(key, 0, first[-1][1], second[-1][1], out)
+        return
+    in_place = len(first) == len(second)
+    if not in_place or any(_other_samples(a, b) for (_, a), (_, b) in zip(first, second)):
+        joined = _joined(golden), _joined(target)
+        if joined[0] is not None and joined[1] is not None and _same_samples(*joined):
+            out.rebatched = True
+            _pair_tensors(key, 0, joined[0], joined[1], out)
+            return
+    if in_place:
+        for (call, rows), (_, others) in zip(first, second):
             _pair_tensors(key, call, rows, others, out)
         return
-    joined = _joined(golden), _joined(target)
-    if joined[0] is not None and joined[1] is not None and _samples(joined[0]) == _samples(joined[1]):
-        _pair_tensors(key, 0, joined[0], joined[1], out)
-        return
-    first, second = sorted(golden.items()), sorted(target.items())
     matched = _align([rows for _, rows in first], [rows for _, rows in second])
     for i, j in matched:
         _pair_tensors(key, first[i][0], first[i][1], second[j][1], out)
@@ -184,9 +228,9 @@ def _pair_calls(key: tuple[str, str, str], golden: _Group, target: _Group, out: 
         for place, (call, _) in enumerate(calls):
             if place not in used:
                 detail = f"{key[2]}, called {len(golden)} times in golden, {len(target)} in the target"
-                out.unpaired.append(
-                    Unpaired(what="call", side=side, name=f"{key[0] or '(root)'} #{call}", detail=detail)
-                )
+                # with other micro batches, a module whose tensors name no samples is called otherwise, too
+                what = "tensor" if out.rebatched else "call"
+                out.unpaired.append(Unpaired(what=what, side=side, name=f"{key[0] or '(root)'} #{call}", detail=detail))
 
 
 def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[TensorRow], out: Pairing) -> None:
@@ -194,7 +238,8 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
         out.classes += 1
         out.other_classes += golden[0].class_name != target[0].class_name
     if len(golden) == len(target) and all(a.path == b.path and a.role == b.role for a, b in zip(golden, target)):
-        out.pairs += [pair_of(key[0], call, a, b) for a, b in zip(golden, target)]
+        for a, b in zip(golden, target):
+            _pair(key[0], call, a, b, out)
         return
     others = {(row.role, row.path): row for row in target}
     left: list[TensorRow] = []
@@ -203,7 +248,7 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
         if partner is None:
             left.append(row)
         else:
-            out.pairs.append(pair_of(key[0], call, row, partner))
+            _pair(key[0], call, row, partner, out)
     spare = list(others.values())
     for row in left:
         # another signature: the same tensor under another name
@@ -224,6 +269,27 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
             out.pairs.append(pair_of(key[0], call, row, partner))
     for row in spare:
         out.unpaired.append(Unpaired(what="tensor", side="target", name=f"{key[0]} {row.role} {row.path}"))
+
+
+def _pair(module: str, call: int, golden: TensorRow, target: TensorRow, out: Pairing) -> None:
+    """Adds the pair. Where samples stand otherwise in the two, tensors that do not name theirs (rows that were picked
+    from all tokens, positions that all share) are compared by statistics, or not at all where padding is among them."""
+    pair = pair_of(module, call, golden, target)
+    if out.moved and not (golden.by_key and target.by_key) and golden.kind in ("module", "operator"):
+        if len(golden.shape) > 1 or golden.shape != target.shape:
+            alike = golden.shape == target.shape and None not in (golden.statistics, target.statistics)
+            found = from_statistics(golden.statistics, target.statistics) if alike else None
+            if out.moved == "padding" and (found is None or found.relative > rounding(pair.dtype)):
+                name = f"{module or '(root)'} {golden.role} {golden.path}"
+                detail = f"padding among its {list(golden.shape)} and {list(target.shape)}: not compared"
+                out.unpaired.append(Unpaired(what="tensor", side="golden", name=name, detail=detail))
+                return
+            if found is not None and not pair.difference.problem:
+                if pair.difference.detail != "statistics":
+                    # a lower bound among exact numbers: as a source it must not claim more than a sketch could
+                    found.relative, found.detail = max(found.relative, RESOLUTION), "sketch"
+                pair.difference, pair.identity = found, None
+    out.pairs.append(pair)
 
 
 def _alike(first: TensorRow, second: TensorRow) -> bool:
@@ -251,12 +317,21 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
             by_statistics = _scaled(a, b)
         if a.l2 > 0.0 and a.count > 1:
             identity = (a.l2, a.mean, a.max, a.min, a.count)
+    shape = _real_shape(golden)
     return Pair(
         owner, golden.class_name, kind, golden.direction, call, golden.role, golden.path, golden.order,
-        dtype if same else coarser(dtype, target.dtype), golden.shape, difference, discrete, name, identity, False,
+        dtype if same else coarser(dtype, target.dtype), shape, difference, discrete, name, identity, False,
         by_statistics, same,
         reordered,
     )  # fmt: skip
+
+
+def _real_shape(row: TensorRow) -> tuple[int, ...]:
+    """The shape, of its real tokens alone where only those were looked at."""
+    if not row.by_key or row.statistics is None or not row.shape:
+        return row.shape
+    last = max(1, row.shape[-1])
+    return row.statistics.count // last, last
 
 
 def _scaled(golden: Statistics, target: Statistics) -> Difference:
@@ -280,13 +355,15 @@ def difference_of(golden: TensorRow, target: TensorRow, discrete: bool = False) 
             return Difference(math.inf, problem=found)
         if a.nan_count == a.count and a.count:
             return Difference(math.inf, problem="golden holds nothing but NaN")
+    if golden.by_key and target.by_key:
+        return _of_samples(golden, target, discrete)
     if golden.keys is not None and target.keys is not None and golden.keys != target.keys:
         return _by_keys(golden, target)
     if golden.shape != target.shape and math.prod(golden.shape) != math.prod(target.shape):
-        return Difference(math.inf, problem=f"shape {list(target.shape)}, golden has {list(golden.shape)}")
+        return Difference(math.inf, problem=_other_shape(golden, target))
     if golden.load_tensor is not None and target.load_tensor is not None:
         return _from_tensors(golden, target)
-    if golden.load_sketch is not None and target.load_sketch is not None:
+    if golden.load_sketch is not None and target.load_sketch is not None and golden.by_key == target.by_key:
         first, second = golden.sketch(), target.sketch()
         if first.shape == second.shape:
             found = from_sketches(first, second, a, b)
@@ -297,12 +374,81 @@ def difference_of(golden: TensorRow, target: TensorRow, discrete: bool = False) 
     return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
 
 
+def _other_shape(golden: TensorRow, target: TensorRow) -> str:
+    found = f"shape {list(target.shape)}, golden has {list(golden.shape)}"
+    if len(golden.shape) == len(target.shape) >= 2 and golden.shape[2:] == target.shape[2:]:
+        lacking = [side for side, row in (("golden", golden), ("the target", target)) if not row.by_key]
+        if lacking and golden.kind in ("module", "operator"):
+            found += (
+                f"; if that is padding or another micro batch, capture {' and '.join(lacking)} with its tokens known:"
+                " call the model with input_ids and attention_mask, or give session.step the attention_mask"
+            )
+    return found
+
+
+def _of_samples(golden: TensorRow, target: TensorRow, discrete: bool) -> Difference:
+    """Rows of the real tokens of known samples: in any order, padding and micro batches."""
+    lost, spare = Counter(golden.keys) - Counter(target.keys), Counter(target.keys) - Counter(golden.keys)
+    if lost or spare:
+        found = f"{lost.total()} of {len(golden.keys)} samples missing, {spare.total()} others instead"
+        return Difference(math.inf, problem=found)
+    a, b = golden.statistics, target.statistics
+    if a is not None and b is not None and a.count != b.count:
+        shown = [f"{row.statistics.count} elements in {list(row.shape)}" for row in (target, golden)]
+        return Difference(math.inf, problem=f"shape: {shown[0]} are of real tokens, golden has {shown[1]}")
+    if golden.load_tensor is not None and target.load_tensor is not None:
+        first, second = _real_tokens(golden), _real_tokens(target)
+        if first is not None and second is not None and first.shape == second.shape:
+            return from_tensors(first, second)
+    if golden.load_sketch is not None and target.load_sketch is not None:
+        first, second = _sketch_of_all(golden), _sketch_of_all(target)
+        if first.shape == second.shape:
+            found = from_sketches(first, second, a, b)
+            return _of_choices(found) if discrete else found
+    if a is not None and b is not None:
+        found = from_statistics(a, b)
+        return _of_choices(found) if discrete else found
+    return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
+
+
+def _sketch_of_all(row: TensorRow) -> np.ndarray:
+    """One sketch of all samples; those of single samples add up to it."""
+    sketch = row.sketch()
+    return sketch.sum(0) if sketch.ndim == 2 else sketch
+
+
+def _real_tokens(row: TensorRow) -> np.ndarray | None:
+    """The real tokens of every sample, flat, samples in the order of their keys; None for a layout without them."""
+    tensor, samples, tokens = row.tensor(), len(row.keys), row.tokens
+    order = sorted(range(samples), key=lambda i: row.keys[i])
+    if tensor.ndim < 2 or row.bounds is None:
+        return None
+    if tensor.shape[:2] == (samples, tokens):
+        parts = [tensor[i, slice(*row.bounds[i])] for i in order]
+    elif tensor.shape[:2] == (tokens, samples):
+        parts = [tensor[slice(*row.bounds[i]), i] for i in order]
+    elif tensor.ndim == 4 and tensor.shape[0] == samples and tokens in tensor.shape[2:]:
+        parts = []
+        for i in order:
+            part = tensor[i][:, slice(*row.bounds[i])] if tensor.shape[2] == tokens else tensor[i]
+            parts.append(part[..., slice(*row.bounds[i])] if tensor.shape[3] == tokens else part)
+    else:
+        return None
+    return np.concatenate([part.reshape(-1) for part in parts])
+
+
+_SUMS_OF_INTEGERS = 2.0**-40
+"""What float64 sums of 2²⁰ integers lose at most where they are merged in another order, with room for the root."""
+
+
 def _of_choices(found: Difference) -> Difference:
     """Indices count by how many moved.
 
     A moved index is off by √2 standard deviations of a uniform choice, so ‖t − g‖²/‖g‖² is half of twice the share of
     moved ones for indices from 0: (n/6) / (n/3) per element.
     """
+    if found.detail == "statistics" and found.relative <= _SUMS_OF_INTEGERS:
+        found.relative = 0.0
     found.relative *= 2.0
     found.gain = found.bias = 0.0
     return found
@@ -354,8 +500,21 @@ def _by_keys(golden: TensorRow, target: TensorRow) -> Difference:
 # --- calls --------------------------------------------------------------------------------------------------------
 
 
-def _samples(rows: Sequence[TensorRow]) -> int:
-    return sum(row.shape[0] for row in rows if row.shape)
+def _keys(rows: Sequence[TensorRow]) -> Counter[str] | None:
+    """The samples of a call, where its tensors say which ones they are."""
+    return next((Counter(row.keys) for row in rows if row.by_key), None)
+
+
+def _other_samples(golden: Sequence[TensorRow], target: Sequence[TensorRow]) -> bool:
+    mine, theirs = _keys(golden), _keys(target)
+    return mine is not None and theirs is not None and mine != theirs
+
+
+def _same_samples(golden: Sequence[TensorRow], target: Sequence[TensorRow]) -> bool:
+    mine, theirs = _keys(golden), _keys(target)
+    if mine is not None and theirs is not None:
+        return mine == theirs
+    return sum(row.shape[0] for row in golden if row.shape) == sum(row.shape[0] for row in target if row.shape)
 
 
 def _joined(calls: _Group) -> list[TensorRow] | None:
@@ -365,15 +524,22 @@ def _joined(calls: _Group) -> list[TensorRow] | None:
         for row in rows:
             groups.setdefault((row.role, row.path), []).append(row)
     out = []
+    known = any(row.by_key for rows in groups.values() for row in rows)
     for rows in groups.values():
-        if len(rows) != len(calls) or any(not row.shape or row.shape[1:] != rows[0].shape[1:] for row in rows):
+        if known and not all(row.by_key for row in rows):
+            continue  # beside tensors of known samples: a mask or positions that all samples of a micro batch share
+        if len(rows) != len(calls) or any(
+            not row.shape or not known and row.shape[1:] != rows[0].shape[1:] for row in rows
+        ):
             return None
         out.append(rows[0] if len(rows) == 1 else join(rows))
     return out
 
 
 def join(rows: Sequence[TensorRow]) -> TensorRow:
-    """One row for rows that follow one another along the leading dimension."""
+    """One row for rows that follow one another along the leading dimension, or that hold samples of their own."""
+    if all(row.by_key for row in rows):
+        return _joined_samples(rows)
     keys = [key for row in rows for key in row.keys] if all(row.keys is not None for row in rows) else None
     per_sample = keys is not None and all(row.load_sketch is not None for row in rows)
 
@@ -390,6 +556,28 @@ def join(rows: Sequence[TensorRow]) -> TensorRow:
         keys=tuple(keys) if keys is not None else None,
         load_sketch=sketch if per_sample else None,
         load_tensor=tensor if all(row.load_tensor is not None for row in rows) else None,
+    )
+
+
+def _joined_samples(rows: Sequence[TensorRow]) -> TensorRow:
+    """Sketches at the places of their samples add up, whatever the padding of each micro batch."""
+
+    def sketch() -> np.ndarray:
+        return np.sum([_sketch_of_all(row) for row in rows], axis=0, dtype=np.float32)
+
+    def tensor() -> np.ndarray:
+        return np.concatenate([row.tensor() for row in rows])
+
+    first, samples = rows[0], sum(len(row.keys) for row in rows)
+    one_padding = all(row.shape[1:] == first.shape[1:] and row.shape[0] == len(row.keys) for row in rows)
+    return replace(
+        first,
+        shape=(samples, *first.shape[1:]),
+        statistics=merged(rows),
+        keys=tuple(key for row in rows for key in row.keys),
+        bounds=tuple(b for row in rows for b in row.bounds),
+        load_sketch=sketch if all(row.load_sketch is not None for row in rows) else None,
+        load_tensor=tensor if one_padding and all(row.load_tensor is not None for row in rows) else None,
     )
 
 

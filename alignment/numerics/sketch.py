@@ -119,7 +119,7 @@ class SketchTables:
 
     def flips(self, group: int) -> bool:
         """Whether the signs of a whole group are turned."""
-        return _flips(self.seed, group >> 12)[group & 0xFFF]
+        return bool(_flips(self.seed, group >> 8)[group & 0xFF])
 
 
 @functools.lru_cache(maxsize=8)
@@ -146,10 +146,10 @@ def sketch_tables(size: int, seed: int) -> SketchTables:
     return SketchTables(size, prime, _ROWS, step, seed, signs, before, after * scale, left, right)
 
 
-@functools.lru_cache(maxsize=64)
-def _flips(seed: int, block: int) -> list[bool]:
-    """The turns of 4096 groups."""
-    return (_hash(np.arange(block << 12, (block + 1) << 12), seed, 3) >> np.uint64(31)).astype(bool).tolist()
+@functools.lru_cache(maxsize=4096)
+def _flips(seed: int, block: int) -> bytes:
+    """The turns of 256 groups."""
+    return (_hash(np.arange(block << 8, (block + 1) << 8), seed, 3) >> np.uint64(31)).astype(np.uint8).tobytes()
 
 
 def sketch_array(
@@ -318,9 +318,11 @@ def _pieces(flat, place: Place | None, tables: SketchTables, zeros):
         )  # fmt: skip
     if n == 0:
         return
-    if place is None or (place.start == 0 and (place.outer == 1 or place.run == place.stride)):
+    whole = place is None or place.outer == 1 or place.run == place.stride
+    first, inside = divmod(0 if place is None else place.start, group)
+    if whole and not inside:
         for i in range(0, n, group):
-            yield i // group, flat[i : i + group]
+            yield first + i // group, flat[i : i + group]
         return
     # Runs are laid into zeros one group after the other.
     rows = flat.reshape(place.outer, place.run)

@@ -134,7 +134,7 @@ def damage(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=99), "field version is damaged.*expected 1.*found 99"),
+        (lambda d: d.update(version=99), "field version is damaged.*expected 2.*found 99"),
         (lambda d: d.update(rows=5), r"field columns\.module is damaged.*5 rows.*1 rows"),
         (lambda d: d.update(data="../../etc/passwd"), "field data is damaged.*beside this one.*passwd"),
         (lambda d: d["columns"].pop("role"), r"field columns\.role is damaged"),
@@ -184,7 +184,7 @@ def test_truncated_files_are_refused(tmp_path):
     ("about", "message"),
     [
         ({"format": "other", "version": 1}, "this is no capture"),
-        ({"format": "alignment-capture", "version": 2}, "another version"),
+        ({"format": "alignment-capture", "version": 99}, "another version"),
     ],
 )
 def test_what_is_no_capture_of_this_version_is_refused(tmp_path, about, message):

@@ -22,7 +22,7 @@ EPS = float(np.finfo(np.float32).eps)
 class OnAccelerator(Reducer):
     """Takes the path of an accelerator for tensors of the CPU."""
 
-    def _reduce(self, t, place, by_sample):
+    def _reduce(self, t, place, samples, shard):
         index = len(self._statistics)
         self._statistics.append(None)
         first = self._sketch_count
