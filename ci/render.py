@@ -139,7 +139,6 @@ class Target:
     def build_arguments(self) -> dict[str, str]:
         """Every ARG of the recipe that this row sets, in the order of the recipe."""
         values = {"BASE": self.base, "ROW": self.image_row, "STACK": self.stack_file}
-        values["PYTHON"] = self.stack.pins["python"].version
         for name in BUILT_FROM_GIT:
             pin = self.stack.pins.get(name)
             if pin is not None and pin.kind == "git":

@@ -8,8 +8,7 @@ engine=${CONTAINER_ENGINE:-docker}
 image=registry.example.com/alignment/cuda:nightly
 
 "$engine" build --file ci/containers/cuda.Containerfile --tag "$image" \
-  --build-arg BASE=docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04 \
-  --build-arg PYTHON=3.12 \
+  --build-arg BASE=docker.io/library/python:3.11-bookworm \
   --build-arg ROW=cuda \
   --build-arg STACK=ci/stacks/cuda.yaml \
   --build-arg COMMIT="${ALIGNMENT_COMMIT:-$(git rev-parse HEAD)}" \
