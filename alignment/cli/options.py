@@ -74,9 +74,15 @@ def one_thread() -> Iterator[None]:
 def console_on(to_stderr: bool):
     from rich.console import Console
 
-    console = Console(stderr=to_stderr)
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            """Whoever reads (``| head``) has seen enough: that ends the output, not the run and what it writes."""
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+    console = Terminal(stderr=to_stderr)
     # A log has no width of its own; 80 columns would cut the names of the checks.
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(stderr=to_stderr, width=120)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Terminal(stderr=to_stderr, width=120)
 
 
 def say(console, line: str) -> None:
