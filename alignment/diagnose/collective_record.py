@@ -306,8 +306,8 @@ def _nothing(size: int) -> Sequence[Tensor]:
 
 def _parts(whole: Tensor, size: int, splits: Sequence[int] | None = None) -> list[Tensor]:
     """The part of each rank: rows by ``splits``, else equal consecutive pieces of the memory order."""
-    if splits:
-        return list(whole.split(list(splits)))
+    if splits is not None and len(splits):
+        return list(whole.split([int(rows) for rows in splits]))
     return list(whole.reshape(-1).chunk(size)) if whole.numel() else [whole.reshape(-1)] * size
 
 

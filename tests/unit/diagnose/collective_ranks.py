@@ -7,6 +7,7 @@ import datetime
 from pathlib import Path
 
 import collective_faults
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,6 +43,10 @@ def every_kind(rank: int, rows) -> None:
     got = [source + 1 for source in range(SIZE)]
     dist.all_to_all_single(
         torch.empty(sum(got), 2), numbers(rank, sum(sent), 2), output_split_sizes=got, input_split_sizes=sent
+    )
+    ones = np.ones(SIZE, dtype=np.int64)
+    dist.all_to_all_single(
+        torch.empty(SIZE, 2), numbers(rank, SIZE, 2), output_split_sizes=ones, input_split_sizes=ones
     )
     dist.broadcast(numbers(rank, 4), src=2)
     dist.reduce(numbers(rank, 4), dst=3)
