@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,31 +222,28 @@ def test_a_clean_night_is_green_and_leaves_everything(clean):
 # Nodes.
 
 
-class Chaos(threading.Thread):
+class Chaos:
     """Kills one node in every phase of a night once that phase is under way, and brings another up."""
 
     SIGNS = {"doctor": "-m alignment doctor", "dapo": "ray::Rank", "stress": "ray::call"}
 
     def __init__(self, nodes: FourNodes, folder: Path, phases: list[str]) -> None:
-        super().__init__(daemon=True)
         self.nodes, self.folder, self.phases = nodes, folder, phases
-        self.killed: list[str] = []
-        self.error: Exception | None = None
 
-    def run(self) -> None:
-        try:
-            for phase in self.phases:
-                if self._under_way(phase):
-                    self.nodes.kill(self.SIGNS.get(phase, ""))
-                    self.killed.append(phase)
-                    self.nodes.mended()
-        except Exception as error:
-            self.error = error
+    def run(self, driver: subprocess.Popen) -> list[str]:
+        """The phases that lost a node while ``driver`` ran."""
+        killed = []
+        for phase in self.phases:
+            if self._under_way(phase, driver):
+                self.nodes.kill(self.SIGNS.get(phase, ""))
+                killed.append(phase)
+                self.nodes.mended()
+        return killed
 
-    def _under_way(self, phase: str) -> bool:
+    def _under_way(self, phase: str, driver: subprocess.Popen) -> bool:
         """Waits for the middle of a phase; False where it ended before."""
         folder = self.folder / phase
-        while not (folder / "phase.json").exists():
+        while not (folder / "phase.json").exists() and driver.poll() is None:
             if phase == "dapo":
                 metrics = folder / "run" / "metrics.jsonl"
                 ready = metrics.is_file() and metrics.read_text().count("\n") > 1
@@ -272,10 +268,9 @@ def chaos(four_nodes, phases, tmp_path, names: list[str]) -> Told:
         write_matrix(tmp_path / "m.yaml", phases), tmp_path / "night", tmp_path / "h.sqlite", "--ray-address",
         four_nodes.address,
     )  # fmt: skip
-    injector.start()
+    killed = injector.run(process)
     told = end(process, tmp_path / "night")
-    injector.join(timeout=60)
-    assert injector.error is None and injector.killed == names
+    assert killed == names, told.printed["line"]
     return told
 
 
