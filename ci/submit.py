@@ -1,4 +1,4 @@
-"""Creates the Kubernetes object of a file, and with ``--wait`` sees its night through.
+"""Creates the Volcano job of a file, and with ``--wait`` sees its night through.
 
 Cron jobs and the runners of the pipelines use it inside a cluster. It speaks to the API with the service account of its
 pod, so that no image with kubectl is needed where no registry is near. With ``--wait`` the exit code is the night's
@@ -22,11 +22,7 @@ from pathlib import Path
 import yaml
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-PLURALS = {
-    ("batch.volcano.sh/v1alpha1", "Job"): "jobs",
-    ("batch/v1", "Job"): "jobs",
-    ("ray.io/v1", "RayJob"): "rayjobs",
-}
+JOB = ("batch.volcano.sh/v1alpha1", "Job")
 OVER = ("Completed", "Failed", "Aborted", "Terminated")
 """Phases in which a Volcano job stays."""
 
@@ -69,12 +65,9 @@ def _text(path: Path) -> str:
 
 def path_of(document: dict) -> str:
     """Where objects of this kind are created."""
-    plural = PLURALS.get((document["apiVersion"], document["kind"]))
-    if plural is None:
-        known = ", ".join(" ".join(pair) for pair in PLURALS)
-        raise RuntimeError(f"{document['apiVersion']} {document['kind']} is no job; known: {known}")
-    group = "apis/" + document["apiVersion"]
-    return f"/{group}/namespaces/{document['metadata']['namespace']}/{plural}"
+    if (document["apiVersion"], document["kind"]) != JOB:
+        raise RuntimeError(f"expected {' '.join(JOB)}, found {document['apiVersion']} {document['kind']}")
+    return f"/apis/{document['apiVersion']}/namespaces/{document['metadata']['namespace']}/jobs"
 
 
 def wait(api: Api, path: str, *, minutes: float, pause: float) -> str:

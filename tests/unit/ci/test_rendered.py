@@ -209,3 +209,26 @@ def test_the_cron_job_of_a_row_creates_the_job_that_is_rendered_beside_it():
         config, cron = documents(folder / "cronjob.yaml")
         assert yaml.safe_load(config["data"]["volcano-job.yaml"]) == documents(folder / "volcano-job.yaml")[0]
         assert cron["spec"]["schedule"] == target.row.schedule and cron["spec"]["timeZone"] == "Etc/UTC"
+
+
+@pytest.mark.parametrize("target", render.targets(MATRIX, SITE), ids=lambda t: t.name)
+def test_every_command_of_a_night_is_one_that_exists(target, pytestconfig):
+    sys.path.insert(0, str(ROOT / "tests" / "unit"))
+    from test_docs_commands_parse import fault_of
+
+    row = target.row
+    values = {"out": "out", "device": row.device, "ray": "10.0.0.7:6379", "layers": " or ".join(row.layers)}
+    values |= {"subjects": ",".join(row.subjects), "row": row.name, "nodes": row.nodes}
+    faults = {p.name: fault_of(p.argv(**values), pytestconfig) for p in MATRIX.phases_of(row)}
+    assert {name: fault for name, fault in faults.items() if fault} == {}
+
+
+def test_every_phase_is_run_by_a_row():
+    assert {name for row in MATRIX.rows for name in row.phases} == set(MATRIX.phases)
+
+
+def test_markers_of_a_phase_select_tests_of_its_device():
+    for name, marker in (("npu-checks", "npu"), ("gpu-checks", "gpu"), ("emulated-npu", "npu")):
+        command = MATRIX.phases[name].command
+        assert f"{marker} and" in command[command.index("-m") + 1], name
+        assert "--require" in command

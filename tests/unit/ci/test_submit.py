@@ -106,11 +106,12 @@ def test_what_the_api_says_against_it_is_told(cluster, tmp_path, capsys):
     assert capsys.readouterr().err.endswith(": 403 jobs is forbidden\n")
 
 
-def test_what_is_no_job_is_refused(cluster, tmp_path, capsys):
+def test_what_is_no_volcano_job_is_refused(cluster, tmp_path, capsys):
     path = tmp_path / "pod.yaml"
     path.write_text("apiVersion: v1\nkind: Pod\nmetadata: {namespace: alignment}\n")
     assert run(cluster, tmp_path, file=path) == submit.NOTHING_SHOWN
-    assert "v1 Pod is no job" in capsys.readouterr().err and cluster.created == []
+    assert capsys.readouterr().err == "expected batch.volcano.sh/v1alpha1 Job, found v1 Pod\n"
+    assert cluster.created == []
 
 
 def test_outside_a_cluster_the_other_way_is_named(monkeypatch, capsys):
