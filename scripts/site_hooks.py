@@ -94,6 +94,14 @@ def on_page_content(content: str, **_) -> str:
     return re.sub(pattern, drawn, content, flags=re.S)
 
 
+@event_priority(-200)
+def on_post_build(config: MkDocsConfig) -> None:
+    """What is searched without a server, once more: the offline plugin wrote it before all languages were together."""
+    index = Path(config.site_dir) / "search" / "search_index.json"
+    text = index.read_text(encoding="utf-8")
+    index.with_suffix(".js").write_text(f"var __index = {text}", encoding="utf-8")
+
+
 def _outside_code(text: str, change: Callable[[str], str]) -> str:
     parts, end = [], 0
     for code in _CODE.finditer(text):

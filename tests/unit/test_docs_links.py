@@ -54,6 +54,13 @@ def test_a_link_out_of_the_language_is_found():
     assert english(Path("docs/page.zh-CN.md"), text) == ["bisect.md"]
 
 
+def test_every_page_has_its_place_in_the_site():
+    nav = (ROOT / "ci" / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:", 1)[1]
+    placed = re.findall(r"[\w/-]+\.md", nav)
+    pages = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if not p.name.endswith(TWIN)]
+    assert sorted(placed) == sorted(pages), "nav: of ci/mkdocs.yml"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
