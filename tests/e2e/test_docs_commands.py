@@ -84,6 +84,7 @@ GIVEN = {
             alignment dapo --executor inprocess {STEPS} ascend_precision_collector=gpu.yaml
         """,
     ),
+    "docs/how-to/your-own-verl-run.md": Given(words={"CHECKPOINT": "baselines/checkpoints/tiny-moonlight-warm"}),
     "docs/verl.md": Given(words={"FOLDER": "runs/a/verl"}),
 }
 

@@ -288,3 +288,18 @@ def _bare(words: list[str]) -> list[str]:
     ):
         words = words[1:]
     return [] if not words or words[0] in ("done", "fi", "}", "for") else words
+
+
+def main() -> None:
+    """Prints how many commands the pages have, and of each that is not executed with its page the reason."""
+    every = [command for page in english_pages() for command in commands(page)]
+    left = [command for command in every if command.needs not in (None, "engine")]
+    for command in left:
+        print(f"{command.place}: needs {command.needs}: {command.why}: {command.text.splitlines()[0]}")
+    with_engine = sum(command.needs == "engine" for command in every)
+    executed = len(every) - len(left) - with_engine
+    print(f"{len(every)} commands: {executed} executed, {with_engine} where the engine is, {len(left)} only parsed")
+
+
+if __name__ == "__main__":
+    main()

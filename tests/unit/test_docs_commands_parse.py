@@ -214,9 +214,13 @@ def test_what_is_not_executed_says_why(page):
                 assert declared["kind"] in NEEDS, f"{where}: needs {declared['kind']}; known are {', '.join(NEEDS)}"
             for beginning in re.findall(r"`([^`]+)`", declared["only"] or ""):
                 assert beginning in used, f"{where}: no command of the block begins with {beginning!r}"
+    for command in commands(page):
+        named = re.findall(r"(?<![\w/])(?:\.ci|[\w-]+(?=/))/[\w./-]*\w", command.why)
+        assert [name for name in named if not (ROOT / name).exists()] == [], f"{command.place}: {command.why}"
+        assert command.needs != "elsewhere" or named, f"{command.place}: which test executes it?"
     declarations = sum(len(block.declarations) for block in blocks(text))
     # One that the pattern does not read would silently declare nothing.
-    assert declarations == len(re.findall(r"<!--\s*(?:needs|exits)\b", text)), (
+    assert declarations == len(re.findall(r"^ *<!--\s*(?:needs|exits)\b", text, flags=re.M)), (
         f"{page}: a declaration that stands before no block"
     )
 
