@@ -23,7 +23,7 @@ DIRECTIONS: tuple[str, ...] = ("forward", "backward")
 ROLES: tuple[str, ...] = ("input", "output")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Statistics:
     """What two passes over a tensor tell.
 
@@ -58,7 +58,7 @@ class Shard:
 
 
 # Not frozen: freezing costs a fifth of reading a dump of many rows. Nobody changes a row all the same.
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class TensorRow:
     """One tensor of a step, stage and rank.
 

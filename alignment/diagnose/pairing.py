@@ -81,7 +81,8 @@ _Group = dict[int, list[TensorRow]]
 def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: NameMap) -> Pairing:
     """Pair the rows of one step, stage and rank.
 
-    Differences are taken here, one pair of tensors in memory at a time.
+    Differences are taken here, one pair of tensors in memory at a time. Rows are let go as they are paired; lists that
+    have names in common are emptied, so that nobody holds what is paired.
     """
     out = Pairing([], [])
     settings: tuple[dict, dict] = {}, {}
@@ -92,7 +93,14 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
     for key, row in settings[0].items():
         if key in settings[1]:
             _pair_settings(key, row, settings[1][key], out)
-    for key, calls in first.items():
+    if not first.keys().isdisjoint(second):
+        for rows in (golden, target):
+            if isinstance(rows, list):
+                rows.clear()
+    shared: dict[tuple, tuple] = {}
+    while first:
+        key = next(iter(first))
+        calls = first.pop(key)
         others = second.pop(key, None)
         rows = sum(map(len, calls.values()))
         out.golden_rows += rows
@@ -100,7 +108,10 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
             out.unpaired.append(_missing(key, calls, "golden"))
             continue
         out.target_rows += sum(map(len, others.values()))
+        made = len(out.pairs)
         _pair_calls(key, calls, others, out)
+        for pair in out.pairs[made:]:
+            pair.shape = shared.setdefault(pair.shape, pair.shape)
     for key, calls in second.items():
         out.target_rows += sum(map(len, calls.values()))
         out.unpaired.append(_missing(key, calls, "target"))

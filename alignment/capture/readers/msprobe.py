@@ -144,6 +144,7 @@ class _Dump:
         self.folder, self.path = folder, folder / DUMP
         self._parents: Mapping[str, Any] | None = None
         self._order = -1
+        self._shared: dict[Any, Any] = {}
 
     def rows(self) -> Iterator[TensorRow]:
         found = False
@@ -253,7 +254,10 @@ class _Dump:
             or len(shape) > 64
         ):
             raise self._damaged(f"{place}.shape", "a shape", shape)
-        dtype, shape = dtype.removeprefix("torch."), tuple(shape)
+        # A dump of many rows has few shapes, dtypes and paths.
+        shape, dtype = tuple(shape), dtype.removeprefix("torch.")
+        shared = self._shared.setdefault
+        shape, dtype, path = shared(shape, shape), shared(dtype, dtype), shared(path, path)
         load = None
         if value.get("data_name") is not None:
             load = self._loader(place, value["data_name"], dtype, shape)

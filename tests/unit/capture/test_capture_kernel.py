@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from alignment.capture import kernel as module
 from alignment.capture.reduction import Reducer
 from alignment.numerics.random import portable_normal
-from alignment.numerics.sketch import FOLD, sketch_tables
+from alignment.numerics.sketch import FOLD, sketch_array, sketch_tables
 
 SIZE = 64
 EPS = float(np.finfo(np.float32).eps)
@@ -92,3 +92,96 @@ def test_without_a_compiler_there_is_no_fast_path_and_no_error(monkeypatch, tmp_
         assert reducer.results()[1]()[0].tolist() == [1, 1, 1, math.sqrt(10), 0, 0, 10]
     finally:
         module.kernel.cache_clear()
+
+
+def laid_out(kind):
+    """A tensor of an unusual layout, and its elements in row-major order by NumPy."""
+    x = portable_normal(6000, seed=4, stream="x", dtype=torch.float32)
+    if kind == "reversed":  # torch has no negative steps; what comes from NumPy with one is copied
+        return torch.from_numpy(np.ascontiguousarray(x.numpy()[::-1])), x.numpy()[::-1]
+    t = {
+        "expanded": lambda: x[:60].expand(40, 60),
+        "expanded scalar": lambda: x[7].expand(3, 50),
+        "zero stride inside": lambda: x[:60].reshape(20, 3, 1).expand(20, 3, 17),
+        "transposed": lambda: x.reshape(60, 100).t(),
+        "permuted": lambda: x.reshape(20, 30, 10).permute(2, 0, 1),
+        "every third": lambda: x[::3],
+        "columns": lambda: x.reshape(60, 100)[:, 5:97:7],
+        "overlapping": lambda: x.as_strided((50, 40), (3, 2), 11),
+        "offset": lambda: x[3:5001],
+        "0-dim": lambda: x[17],
+        "0-dim of a view": lambda: x.reshape(60, 100).t()[3, 4],
+        "one element": lambda: x[5:6],
+        "empty": lambda: x[:0],
+        "empty between": lambda: x.reshape(60, 100)[:, :0],
+        "empty expanded": lambda: x[:1].expand(0, 1),
+        "negated": lambda: torch._neg_view(x.reshape(60, 100)),
+        "part of complex": lambda: torch.view_as_complex(x.reshape(-1, 2)).conj().imag,
+    }[kind]()
+    return t, t.clone(memory_format=torch.contiguous_format).numpy().reshape(-1)
+
+
+LAYOUTS = (
+    "expanded", "expanded scalar", "zero stride inside", "transposed", "permuted", "every third", "columns",
+    "overlapping", "offset", "0-dim", "0-dim of a view", "one element", "empty", "empty between", "empty expanded",
+    "negated", "part of complex", "reversed",
+)  # fmt: skip
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [0, SIZE], ids=["statistics", "sketch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_any_layout_is_reduced_as_its_elements_in_order(kind, dtype, size):
+    t, flat = laid_out(kind)
+    if dtype != t.dtype:
+        # to() keeps strides where it can; what it cannot keep is covered in float32
+        t = t.to(dtype) if kind not in ("expanded", "zero stride inside") else t[..., :1].to(dtype).expand(t.shape)
+        flat = t.float().clone(memory_format=torch.contiguous_format).numpy().reshape(-1)
+    answers = []
+    for fast in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not fast:
+                patch.setattr("alignment.capture.reduction.kernel", lambda: None)
+            reducer = Reducer(sketch_size=size)
+            reducer.add(t)
+            _, statistics, sketches = reducer.results()
+            answers.append((statistics()[0], sketches()[0] if size else np.zeros(1)))
+    exact = flat.astype(np.float64)
+    n = exact.size
+    for s, _ in answers:
+        assert (s[0], s[1], s[6]) == ((exact.max(), exact.min(), n) if n else (0, 0, 0))
+        assert math.isclose(s[3], np.linalg.norm(exact), rel_tol=2 * math.log2(n + 2) * EPS)
+        assert abs(s[2] * n - exact.sum()) <= 2 * math.log2(n + 2) * EPS * np.abs(exact).sum()
+    if size:
+        expected = sketch_array(flat, size=size)
+        bound = 32 * EPS * np.linalg.norm(exact)
+        assert all(np.linalg.norm(sketch - expected) <= bound for _, sketch in answers)
+        # the order matters: the same elements the other way round are another sketch
+        if n > 1 and not np.array_equal(flat, flat[::-1]):
+            assert np.linalg.norm(answers[0][1] - sketch_array(flat[::-1], size=size)) > bound
+
+
+@needs_kernel
+def test_samples_of_any_layout_are_reduced_alike():
+    from alignment.capture.samples import Samples
+
+    keys = tuple(f"{i:016x}" for i in (3 << 48, 5 << 48))
+    samples = Samples(keys=keys, bounds=((2, 9), (0, 4)), shape=(2, 10))
+    x = portable_normal((10, 2, 6, 5), seed=5, stream="x", dtype=torch.float32)
+    answers = {}
+    for name, t in {"plain": x, "views": x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)}.items():
+        for fast in (True, False):
+            with pytest.MonkeyPatch.context() as patch:
+                if not fast:
+                    patch.setattr("alignment.capture.reduction.kernel", lambda: None)
+                reducer = Reducer(sketch_size=SIZE)
+                reducer.samples = samples
+                reducer.add(t)
+                _, statistics, sketches = reducer.results()
+                answers[name, fast] = statistics()[0], sketches()[0]
+    exact = torch.cat([x[2:9, 0].flatten(), x[0:4, 1].flatten()]).double()
+    (_, first), *_ = answers.values()
+    for s, sketch in answers.values():
+        assert (s[0], s[1], s[6]) == (exact.max(), exact.min(), len(exact))
+        assert np.linalg.norm(sketch - first) <= 32 * EPS * float(exact.norm())
