@@ -42,11 +42,25 @@ class Given:
 
 
 SHORT_RUN = f"alignment dapo --executor inprocess {STEPS} trainer.record_batches=true capture.detail=sketch --run-dir"
+CHECKPOINT = "baselines/checkpoints/tiny-moonlight-warm"
 WEIGHT_SYNC = "alignment run --only weight_sync --run-dir"
 GIVEN = {
     "README.md": Given(
-        words={"OLD": "baselines", "NEW": "baselines", "CHECKPOINT": "baselines/checkpoints/tiny-moonlight-warm"},
-        before=f"{SHORT_RUN} runs/gpu",
+        words={
+            "OLD": "baselines",
+            "NEW": "baselines",
+            "CHECKPOINT": CHECKPOINT,
+            "to-dist SOURCE": f"to-dist {CHECKPOINT}",
+            "SOURCE": "deep",
+            "TARGET": "$(mktemp -d)/target",
+            "FOLDER": "$(ls -d runs/*/verl)",
+            "RUN": "runs/night",
+        },
+        before=f"""
+            {SHORT_RUN} runs/gpu
+            {WEIGHT_SYNC} runs/night
+            python tests/e2e/docs_checkpoint.py deep
+        """,
     ),
     "docs/bisect.md": Given(
         words={"FOLDER": "state"},
@@ -68,7 +82,7 @@ GIVEN = {
         words={
             "runs/RUN": "runs/night",
             "CHECK": "weight_sync.decode",
-            "CHECKPOINT": "baselines/checkpoints/tiny-moonlight-warm",
+            "CHECKPOINT": CHECKPOINT,
             "PROFILER_FOLDER": "profile",
         },
         before=f"""
@@ -84,17 +98,18 @@ GIVEN = {
             alignment dapo --executor inprocess {STEPS} ascend_precision_collector=gpu.yaml
         """,
     ),
-    "docs/how-to/your-own-verl-run.md": Given(words={"CHECKPOINT": "baselines/checkpoints/tiny-moonlight-warm"}),
+    "docs/how-to/your-own-verl-run.md": Given(words={"CHECKPOINT": CHECKPOINT}),
     "docs/verl.md": Given(words={"FOLDER": "runs/a/verl"}),
 }
 
 
 def smaller(text: str) -> str:
     """The same command made quick where the page leaves open how much: two steps, in one process; one benign seed."""
-    if re.match(r"alignment (dapo|gkd|ablate)\b", text) and "engine=verl" not in text:
+    if re.match(r"alignment (dapo|gkd|ablate)\b", text):
+        own = "engine=verl" not in text and not text.startswith("alignment ablate")
         if "total_training_steps" not in text:
             text = re.sub(r"^alignment (\w+)", rf"alignment \1 {STEPS}", text)
-        if not text.startswith("alignment ablate") and "--executor" not in text and "n_gpus_per_node" not in text:
+        if own and "--executor" not in text and "n_gpus_per_node" not in text:
             text = re.sub(r"^alignment (\w+)", r"alignment \1 --executor inprocess", text)
     if text.startswith("alignment audit") and "--seeds" not in text and "--list" not in text:
         text = text.replace("alignment audit", "alignment audit --seeds 1", 1)
