@@ -46,7 +46,7 @@ def percent_of_budget(measure: Measure | None) -> str:
     if math.isnan(measure.value):
         return "NaN"
     if math.isinf(measure.used):
-        return "exact: differs"
+        return "exact: differs" if not measure.bound else "infinite"
     if not measure.bound:
         return "exact"
     return f"{100 * measure.used:.0f} %" if measure.used < 10 else f"{measure.used:.3g} times"

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict, exit_code
-from alignment.report.terminal import explain, headline, print_verdicts
+from alignment.report.terminal import explain, headline, percent_of_budget, print_verdicts
 
 
 def verdict(outcome, check="unit/attention.tiny", value=3.0, **kwargs):
@@ -84,3 +84,14 @@ def test_an_exact_bound_allows_nothing_and_a_verdict_survives_json():
     assert not Measure(name="x", value=5e-324, bound=0.0).within
     found = verdict(Outcome.FAIL, where=Divergence(stage="rollout", module="m", quantity="q"))
     assert Verdict.from_dict(found.to_dict()) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "said"),
+    [
+        (1.0, 0.0, "exact: differs"), (0.0, 0.0, "exact"), (math.inf, 2.0, "infinite"), (math.nan, 2.0, "NaN"),
+        (1.0, 2.0, "50 %"), (100.0, 2.0, "50 times"),
+    ],
+)  # fmt: skip
+def test_how_much_of_a_budget_was_used_is_said_in_words_where_it_is_no_number(value, bound, said):
+    assert percent_of_budget(Measure(name="a", value=value, bound=bound)) == said
