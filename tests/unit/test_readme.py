@@ -23,7 +23,7 @@ def commands(text):
 
 def outline(text):
     """Levels of the headings, rows of the tables, names in code style: what does not depend on the language."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    prose = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.S | re.M)
     return (
         [len(h) for h in re.findall(r"^(#+) ", prose, flags=re.M)],
         sum(line.startswith("|") for line in prose.splitlines()),
