@@ -61,7 +61,8 @@ def explain(verdict: Verdict) -> str:
     worst = verdict.worst
     if worst is not None:
         used = percent_of_budget(worst)
-        lines.append(f"  how far   {worst.name} = {worst.value:.6g} {worst.unit}, bound {worst.bound:.6g} ({used})".rstrip())
+        found = f"{worst.value:.6g} {worst.unit}".rstrip()
+        lines.append(f"  how far   {worst.name} = {found}, bound {worst.bound:.6g} ({used})")
         if worst.origin:
             lines.append(f"  bound     {worst.origin}")
     if verdict.baseline:

@@ -29,7 +29,7 @@ def test_a_finding_says_everything():
     )
     assert "the error is above its budget" in text
     assert "actor_update · model.layers.0.self_attn · output" in text
-    assert "output relative L2 = 3 , bound 2 (150 %)" in text
+    assert "output relative L2 = 3, bound 2 (150 %)" in text
     assert "measured noise" in text
     assert "cpu/epyc unit/attention.tiny of 2026-11-29" in text
     assert "alignment run --only unit" in text
