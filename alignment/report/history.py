@@ -24,7 +24,6 @@ from pathlib import Path
 from alignment.bisect.keys import nearest
 from alignment.errors import InputError
 from alignment.files import read_json
-from alignment.numerics.curves import ALPHA, CUSUM_ALARM
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night_watch import NOT_RUN, Concern, drift, flaky, missing, name_of
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
@@ -327,6 +326,8 @@ class History:
 
     def rates(self) -> list[Rate]:
         """Every check's alarms over the last 30 accepted nights in which it said anything."""
+        from alignment.numerics.curves import ALPHA
+
         nights = self.nights()
         with self._open() as connection:
             rows = connection.execute('SELECT run, "check", outcome FROM verdicts').fetchall()
@@ -382,6 +383,8 @@ class History:
 
     def _drifts(self, nights: Sequence[Night]) -> list[Concern]:
         """Metrics that drifted up to the last night, each watched on its own."""
+        from alignment.numerics.curves import CUSUM_ALARM
+
         last, runs = nights[-1], {night.run for night in nights}
         with self._open() as connection:
             rows = connection.execute(

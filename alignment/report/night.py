@@ -35,6 +35,9 @@ from alignment.report.run_directory import finite
 
 SCHEMA = 1
 NIGHT, BEGUN, PHASE, LOCK = "night.json", "begun.json", "phase.json", ".lock"
+TOLD = 8
+"""Concerns of one kind that a terminal shows."""
+
 ORDER = ("fail", "error", "inconclusive", "flaky", "known", "unavailable", "pass")
 """Outcomes, the gravest first."""
 
@@ -290,7 +293,11 @@ def told(record: NightRecord) -> list[str]:
                 if finding.stage == stage:
                     note = finding.known or (finding.expired and f"was known until it expired: {finding.expired}")
                     lines.append(f"  {stage}: {finding.check}: {finding.reason}" + (f" [{note}]" if note else ""))
-    lines += [f"  {c['kind']}: {c['check']}: {c['detail']}" for c in record.concerns]
+    for kind in dict.fromkeys(c["kind"] for c in record.concerns):
+        of_kind = [c for c in record.concerns if c["kind"] == kind]
+        lines += [f"  {kind}: {c['check']}: {c['detail']}" for c in of_kind[:TOLD]]
+        if len(of_kind) > TOLD:
+            lines.append(f"  {kind}: and {len(of_kind) - TOLD} more, on the page and in {NIGHT}")
     lines += [f"  remark: {remark}" for remark in record.remarks]
     if record.page:
         lines.append(f"  page: {record.page}")

@@ -19,20 +19,17 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
-from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import (
     BEGUN,
     LOCK,
     NIGHT,
     PHASE,
     SCHEMA,
-    Finding,
     NightRecord,
     PhaseRecord,
     cause_of,
@@ -42,8 +39,17 @@ from alignment.report.night import (
     utc_now,
     write_night,
 )
-from alignment.report.night_evidence import Evidence, gather_evidence, says, verdict_from, worst_of_each
-from alignment.report.night_matrix import ACTIONS, STDERR, STDOUT, KnownFailure, Matrix, Phase, Row
+from alignment.report.night_evidence import Evidence, gather_evidence, says
+from alignment.report.night_judgement import (
+    findings_of,
+    graver,
+    is_red,
+    judge,
+    not_carried_out,
+    verdicts_of,
+    worsened,
+)
+from alignment.report.night_matrix import STDERR, STDOUT, Matrix, Phase, Row
 from alignment.report.night_nodes import LOST, TOKEN, Node, Watch, begin_store, read_nodes
 from alignment.report.night_process import Ended, adopting, clear_up, run_command
 from alignment.report.run_directory import PROVENANCE, STACK, finite, write_verdicts
@@ -151,7 +157,9 @@ def _lock(out: Path) -> Iterator[None]:
 def _listening() -> Iterator[list[str]]:
     """The signals that came, in place of being ended by them."""
     came: list[str] = []
-    before = {s: signal.signal(s, lambda number, _: came.append(signal.Signals(number).name)) for s in _SIGNALS}
+    # Who is told to ignore a signal (nohup) goes on doing so.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda number, _: came.append(signal.Signals(number).name)) for s in heard}
     try:
         yield came
     finally:
@@ -177,7 +185,7 @@ class _Night:
         try:
             self._begin()
         except OSError as error:
-            records.append(_error("begin", f"the night cannot write: {in_words(error)}"))
+            records.append(not_carried_out("begin", f"the night cannot write: {in_words(error)}"))
         records.append(self._guarded(PROVENANCE_PHASE, self._provenance))
         for phase in self.setting.matrix.phases_of(self.setting.row):
             self._say(f"{phase.name} …")
@@ -250,16 +258,16 @@ class _Night:
     def _guarded(self, name: str, run: Callable[[], PhaseRecord]) -> PhaseRecord:
         """Nothing that goes wrong in a phase ends the night."""
         if self.interrupted:
-            return _error(name, f"not run: interrupted by {self.interrupted[0]}")
+            return not_carried_out(name, f"not run: interrupted by {self.interrupted[0]}")
         try:
             return run()
         except OtherCode:
             raise
         except (OSError, InputError) as error:
-            return _error(name, in_words(error), folders=self._existing(name))
+            return not_carried_out(name, in_words(error), folders=self._existing(name))
         except Exception as error:
             traceback.print_exc()
-            return _error(name, f"{type(error).__name__}: {error}", folders=self._existing(name))
+            return not_carried_out(name, f"{type(error).__name__}: {error}", folders=self._existing(name))
 
     def _phase(self, phase: Phase) -> PhaseRecord:
         folder = self.setting.out / phase.name
@@ -274,7 +282,7 @@ class _Night:
             write_json(folder / PHASE, record.to_dict())
         except OSError as error:
             why = f"what became of it cannot be written: {in_words(error)}"
-            record = _worse(record, why)
+            record = worsened(record, why)
         return record
 
     def _set_aside(self, folder: Path) -> tuple[str, ...]:
@@ -297,9 +305,10 @@ class _Night:
         if missing:
             if not row.require:
                 return PhaseRecord(name=phase.name, outcome="unavailable", cause=missing, where=phase.where)
-            return _error(phase.name, f"{missing}; the row requires it", where=phase.where, folders=(phase.name,))
+            missing = f"{missing}; the row requires it"
+            return not_carried_out(phase.name, missing, where=phase.where, folders=(phase.name,))
         if on_cluster and not self.nodes:
-            return _error(phase.name, "; ".join(problems), where=phase.where, folders=(phase.name,))
+            return not_carried_out(phase.name, "; ".join(problems), where=phase.where, folders=(phase.name,))
         watch = Watch(self.nodes)
         # What runs on every node goes on where there still is one, and what runs here needs none.
         patience = _Patience(watch if phase.where == "cluster" else None, self.interrupted)
@@ -320,7 +329,7 @@ class _Night:
             if name in lost:
                 continue
             found = gather_evidence(phase, place, device=row.device, require=row.require, place=name)
-            if end.code == 1 and not end.cut and not found.problems and not _red(found):
+            if end.code == 1 and not end.cut and not found.problems and not is_red(found):
                 # Exit code 1 is the commands' word for misaligned; only a JUnit file has to say it too.
                 if any(kind == "document" for kind, _ in phase.leaves):
                     found.verdicts.append(says(phase, None, device=row.device, place=name, aligned=False))
@@ -354,7 +363,7 @@ class _Night:
             return [f"{at}{end.text}: {_last_line(place / STDERR)}"]
         if end.code == 1:
             why = _last_line(place / STDERR)
-            return [] if _red(found) else [f"{at}exit code 1, and nothing in its evidence says why: {why}"]
+            return [] if is_red(found) else [f"{at}exit code 1, and nothing in its evidence says why: {why}"]
         return [] if end.code == 0 else [f"{at}{end.text}: {_last_line(place / STDERR) or _last_line(place / STDOUT)}"]
 
     # --- where it runs -----------------------------------------------------------------------------------------------
@@ -468,7 +477,7 @@ class _Night:
         # A phase that was never come to is not one that passed.
         names = [record.name for record in records]
         records = [*records, *(
-            _error(name, "not run") for name in (PROVENANCE_PHASE, *setting.row.phases) if name not in names
+            not_carried_out(name, "not run") for name in (PROVENANCE_PHASE, *setting.row.phases) if name not in names
         )]  # fmt: skip
         night = self._verdict(records)
         write_night(night, out)
@@ -514,7 +523,7 @@ class _Night:
             cause = f"environment: {problem}" + (f"; {night.cause}" if night.cause else "")
             night = replace(night, outcome=outcome, cause=cause)
         night = replace(night, remarks=(*night.remarks, problem))
-        return replace(night, action=_graver(night.action, self.setting.matrix.action(night.exit_code)))
+        return replace(night, action=graver(night.action, self.setting.matrix.action(night.exit_code)))
 
     def _remember(self, night: NightRecord) -> NightRecord:
         """Takes the night into the history; what it shows beside the nights before it may turn green into flaky."""
@@ -536,7 +545,7 @@ class _Night:
         outcome = gravest((night.outcome, "flaky")) if flaky else night.outcome
         cause = night.cause or (f"flaky: {flaky[0]['check']}: {flaky[0]['detail']}" if flaky else "")
         night = replace(night, outcome=outcome, cause=cause, concerns=concerns)
-        return replace(night, action=_graver("warn", self.setting.matrix.action(night.exit_code)))
+        return replace(night, action=graver("warn", self.setting.matrix.action(night.exit_code)))
 
 
 class _Patience:
@@ -565,79 +574,6 @@ class _Patience:
         return f"{LOST}: {', '.join(node.name for node in lost)}; ended {NODE_GRACE_SECONDS:g} s later"
 
 
-def judge(record: PhaseRecord, *, problems: Sequence[str], findings: Sequence[Finding]) -> PhaseRecord:
-    """The outcome of a phase from what went wrong with it and what it found."""
-    problems = list(dict.fromkeys(problems))
-    outcome = gravest(["pass", *(["error"] if problems else []), *(f.outcome for f in findings)])
-    if outcome == "pass":
-        return replace(record, findings=tuple(findings))
-    worst = [f for f in findings if f.outcome == outcome]
-    if worst:
-        more = f" (and {len(worst) - 1} more)" if len(worst) > 1 else ""
-        cause, stage = f"{worst[0].check}: {worst[0].reason}{more}", worst[0].stage
-        if any(f.stage == "new" for f in worst):
-            stage = "new"
-    if problems and outcome == "error":
-        cause, stage = "; ".join(problems), "environment"
-    elif problems:
-        cause += f"; and not carried out whole: {'; '.join(problems)}"
-    return replace(record, outcome=outcome, stage=stage, cause=cause, findings=tuple(findings))
-
-
-def findings_of(
-    phase: str,
-    evidence: Evidence,
-    *,
-    known: Sequence[KnownFailure] = (),
-    quarantined: Mapping[str, str] | None = None,
-    today: date | None = None,
-) -> list[Finding]:
-    """What is not green in a phase, each classified. An error is of the environment, whoever knows about it."""
-    today = today or date.today()
-    found = []
-    for verdict in evidence.verdicts:
-        outcome = verdict.outcome.value
-        if outcome in ("pass", "unavailable") and verdict.check not in evidence.flaky:
-            continue
-        reason = verdict.reason
-        if verdict.check in evidence.flaky:
-            outcome, reason = "flaky", evidence.flaky[verdict.check]
-        check = verdict.check if verdict.check.startswith(f"{phase}/") else f"{phase}/{verdict.check}"
-        stage, note, over = "environment" if outcome == "error" else "new", "", ""
-        if stage == "new":
-            line = f"{check}: {reason}"
-            entries = [entry for entry in known if entry.holds(line, today=entry.expires)]
-            valid = [entry for entry in entries if entry.holds(line, today=today)]
-            if valid:
-                entry = valid[0]
-                stage, note = "known", f"{entry.owner}, until {entry.expires}: {entry.reason}"
-            elif verdict.check in (quarantined or {}):
-                stage, note = "known", f"in quarantine: {quarantined[verdict.check]}"
-            elif entries:
-                over = f"{entries[0].expires}, {entries[0].owner}"
-        found.append(Finding(
-            check=check, outcome="known" if stage == "known" and outcome != "flaky" else outcome, stage=stage,
-            reason=reason, subject=verdict.subject, device=verdict.device, known=note, expired=over,
-        ))  # fmt: skip
-    return found
-
-
-def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
-    """Every verdict of the night, with one per phase on whether it was carried out at all."""
-    own = []
-    for record in records:
-        carried_out = record.outcome != "error"
-        outcome = Outcome.UNAVAILABLE if record.outcome == "unavailable" else Outcome.PASS
-        counts = ", ".join(f"{n} {what}" for what, n in record.counts.items())
-        own.append(Verdict(
-            check=f"night/{record.name}", layer="e2e", stage=record.name, subject="night", device=row.device,
-            outcome=outcome if carried_out else Outcome.ERROR,
-            reason=(counts or record.ended or "carried out") if carried_out else record.cause,
-            next_command=None if carried_out else f"alignment nightly run … --row {row.name} --resume",
-        ))  # fmt: skip
-    return worst_of_each([*own, *(verdict_from(v) for record in records for v in record.verdicts)])
-
-
 def _no_room(folder: Path) -> list[str]:
     """Why nothing can be written into ``folder`` any more."""
     try:
@@ -647,25 +583,6 @@ def _no_room(folder: Path) -> list[str]:
     except OSError as error:
         return [f"{folder}: {os.strerror(error.errno or 0)}"]
     return []
-
-
-def _red(evidence: Evidence) -> bool:
-    return any(v.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE) for v in evidence.verdicts)
-
-
-def _error(name: str, cause: str, **more: Any) -> PhaseRecord:
-    return PhaseRecord(name=name, outcome="error", stage="environment", cause=cause, **more)
-
-
-def _worse(record: PhaseRecord, problem: str) -> PhaseRecord:
-    """``record`` with a further reason why it was not carried out."""
-    outcome = gravest((record.outcome, "error"))
-    stage = "environment" if outcome == "error" else record.stage
-    return replace(record, outcome=outcome, stage=stage, cause="; ".join(filter(None, (record.cause, problem))))
-
-
-def _graver(*actions: str) -> str:
-    return max(actions, key=ACTIONS.index)
 
 
 def _last_line(path: Path) -> str:

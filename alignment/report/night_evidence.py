@@ -110,7 +110,8 @@ def _junit(path: Path, phase: Phase, *, device: str, require: bool, place: str) 
     for case in cases:
         if case.find("rerunFailure") is not None or case.find("flakyFailure") is not None:
             name = case.get("name", "")
-            found.flaky[f"{phase.name}/{case.get('classname', '')}::{name.partition('[')[0]}"] = f"{name} was run again"
+            check = f"{phase.name}/{case.get('classname', '')}::{name.partition('[')[0]}"
+            found.flaky[check + (f"@{place}" if place else "")] = f"{name} was run again"
     for check, answers in grouped.items():
         worst = min((outcome for outcome, _ in answers), key=GRAVITY.index)
         reasons = [reason for outcome, reason in answers if outcome is worst]

@@ -19,7 +19,7 @@ from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
-from alignment.report.night_process import Ended, run_command
+from alignment.report.night_process import Ended, adopting, run_command
 
 TOKEN = ".store"
 """Written into the night by the head and read by every node: a node that reads another folder has no shared store."""
@@ -178,10 +178,11 @@ def _on_node(plan: Mapping[str, Any], name: str) -> dict:
     cwd = Path(plan["cwd"])
     out = folder / name
     try:
-        ended = run_command(
-            [word.replace(plan["marker"], str(out)) for word in plan["argv"]], folder=out,
-            cwd=cwd if cwd.is_dir() else out, env={**os.environ, **plan["env"]}, timeout=plan["timeout"],
-        )  # fmt: skip
+        with adopting():
+            ended = run_command(
+                [word.replace(plan["marker"], str(out)) for word in plan["argv"]], folder=out,
+                cwd=cwd if cwd.is_dir() else folder, env={**os.environ, **plan["env"]}, timeout=plan["timeout"],
+            )  # fmt: skip
     except (OSError, InputError) as error:
         ended = Ended(code=None, seconds=0.0, cut=f"the node cannot write: {error}")
     return asdict(ended)

@@ -27,7 +27,7 @@ RUNNING = "running.json"
 """In the folder of a phase while its command runs: who it is, for whoever has to clear up after a killed driver."""
 
 GRACE_SECONDS = 5.0
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 _PROGRAMS = {"alignment": ("-m", "alignment"), "pytest": ("-m", "pytest"), "python": ()}
@@ -159,11 +159,10 @@ def _signal(group: int, tree: Mapping[int, int | None], number: signal.Signals) 
 
 def _wait(process: subprocess.Popen, *, deadline: float, timeout: float, stop: Callable[[], str]) -> str:
     while True:
-        try:
-            process.wait(timeout=_POLL_SECONDS)
+        # Left as a zombie: until its tree is ended nobody else may get its number.
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return ""
-        except subprocess.TimeoutExpired:
-            pass
+        time.sleep(_POLL_SECONDS)
         reason = stop()
         if reason:
             return reason

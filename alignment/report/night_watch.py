@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from alignment.numerics.curves import CUSUM_HISTORY, CUSUM_SLACK
 from alignment.numerics.verdict import Outcome
 
 if TYPE_CHECKING:
@@ -105,6 +104,8 @@ def drift(values: Mapping[str, float], nights: Sequence[Night], *, two_sided: bo
 
 def _sum(series: Sequence[float], now: float, *, two_sided: bool, alarm: float) -> tuple[float, float] | None:
     """Mean of the calibration and the sum that was reached, where that is an alarm."""
+    from alignment.numerics.curves import CUSUM_HISTORY, CUSUM_SLACK
+
     if len(series) < CUSUM_HISTORY:
         return None
     calibration = series[: max(CUSUM_HISTORY, len(series) // 2)]

@@ -1,0 +1,110 @@
+"""From what a phase did and left to what it says: outcome, stage, cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+from alignment.numerics.verdict import Outcome, Verdict
+from alignment.report.night import Finding, PhaseRecord, gravest
+from alignment.report.night_evidence import Evidence, verdict_from, worst_of_each
+from alignment.report.night_matrix import ACTIONS, KnownFailure, Row
+
+
+def judge(record: PhaseRecord, *, problems: Sequence[str], findings: Sequence[Finding]) -> PhaseRecord:
+    """The outcome of a phase from what went wrong with it and what it found."""
+    problems = list(dict.fromkeys(problems))
+    outcome = gravest(["pass", *(["error"] if problems else []), *(f.outcome for f in findings)])
+    if outcome == "pass":
+        return replace(record, findings=tuple(findings))
+    worst = [f for f in findings if f.outcome == outcome]
+    if worst:
+        more = f" (and {len(worst) - 1} more)" if len(worst) > 1 else ""
+        cause, stage = f"{worst[0].check}: {worst[0].reason}{more}", worst[0].stage
+        if any(f.stage == "new" for f in worst):
+            stage = "new"
+    if problems and outcome == "error":
+        cause, stage = "; ".join(problems), "environment"
+    elif problems:
+        cause += f"; and not carried out whole: {'; '.join(problems)}"
+    return replace(record, outcome=outcome, stage=stage, cause=cause, findings=tuple(findings))
+
+
+def findings_of(
+    phase: str,
+    evidence: Evidence,
+    *,
+    known: Sequence[KnownFailure] = (),
+    quarantined: Mapping[str, str] | None = None,
+    today: date | None = None,
+) -> list[Finding]:
+    """What is not green in a phase, each classified. An error is of the environment, whoever knows about it."""
+    today = today or date.today()
+    found = []
+    for verdict in evidence.verdicts:
+        outcome = verdict.outcome.value
+        if outcome in ("pass", "unavailable") and verdict.check not in evidence.flaky:
+            continue
+        reason = verdict.reason
+        if verdict.check in evidence.flaky:
+            outcome, reason = "flaky", evidence.flaky[verdict.check]
+        check = verdict.check if verdict.check.startswith(f"{phase}/") else f"{phase}/{verdict.check}"
+        stage, note, over = "environment" if outcome == "error" else "new", "", ""
+        full = f"{verdict.check} [{verdict.subject} on {verdict.device}]"
+        out = (quarantined or {}).get(verdict.check) or (quarantined or {}).get(full)
+        if stage == "new":
+            line = f"{check}: {reason}"
+            entries = [entry for entry in known if entry.holds(line, today=entry.expires)]
+            valid = [entry for entry in entries if entry.holds(line, today=today)]
+            if valid:
+                entry = valid[0]
+                stage, note = "known", f"{entry.owner}, until {entry.expires}: {entry.reason}"
+            elif out:
+                stage, note = "known", f"in quarantine: {out}"
+            elif entries:
+                over = f"{entries[0].expires}, {entries[0].owner}"
+        found.append(Finding(
+            check=check, outcome="known" if stage == "known" and outcome != "flaky" else outcome, stage=stage,
+            reason=reason, subject=verdict.subject, device=verdict.device, known=note, expired=over,
+        ))  # fmt: skip
+    return found
+
+
+def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
+    """Every verdict of the night, with one per phase on whether it was carried out at all."""
+    own = []
+    for record in records:
+        carried_out = record.outcome != "error"
+        outcome = Outcome.UNAVAILABLE if record.outcome == "unavailable" else Outcome.PASS
+        counts = ", ".join(f"{n} {what}" for what, n in record.counts.items())
+        own.append(Verdict(
+            check=f"night/{record.name}", layer="e2e", stage=record.name, subject="night", device=row.device,
+            outcome=outcome if carried_out else Outcome.ERROR,
+            reason=(counts or record.ended or "carried out") if carried_out else record.cause,
+            next_command=None if carried_out else f"alignment nightly run … --row {row.name} --resume",
+        ))  # fmt: skip
+    return worst_of_each([*own, *(verdict_from(v) for record in records for v in record.verdicts)])
+
+
+def is_red(evidence: Evidence) -> bool:
+    """Whether it shows anything that is not well."""
+    return any(v.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE) for v in evidence.verdicts)
+
+
+def not_carried_out(name: str, cause: str, **more: Any) -> PhaseRecord:
+    """A phase of which nothing can be said."""
+    return PhaseRecord(name=name, outcome="error", stage="environment", cause=cause, **more)
+
+
+def worsened(record: PhaseRecord, problem: str) -> PhaseRecord:
+    """``record`` with a further reason why it was not carried out."""
+    outcome = gravest((record.outcome, "error"))
+    stage = "environment" if outcome == "error" else record.stage
+    return replace(record, outcome=outcome, stage=stage, cause="; ".join(filter(None, (record.cause, problem))))
+
+
+def graver(*actions: str) -> str:
+    """The one that asks most of people."""
+    return max(actions, key=ACTIONS.index)
