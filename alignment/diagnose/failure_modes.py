@@ -63,7 +63,9 @@ def _of_batch(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMo
         text = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         yield FailureMode(name="shape mismatch", step=step, evidence=text)
         return
-    yield from _mask(batch, step)
+    # Between two turns of a conversation there is what a user said, which does not count.
+    if not run.config.get("gkd.multi_turn_scheduler"):
+        yield from _mask(batch, step)
     yield from _alignment(batch, step)
     yield from _ranks(run, batch, step)
     yield from _memory(run, batch, step)

@@ -40,7 +40,8 @@ from alignment.numerics.budget import ENVELOPE_FACTOR as FACTOR
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
 
 STAGES = (
-    "data", "weight_sync", "rollout", "reward", "old_log_prob", "ref_log_prob", "advantage", "update_actor",
+    "data", "weight_sync", "rollout", "reward", "old_log_prob", "ref_log_prob", "teacher_log_prob", "advantage",
+    "update_actor",
 )  # fmt: skip
 """In the order of a step; ``weight_sync`` is the one the step's rollout depends on."""
 
@@ -49,11 +50,14 @@ METRICS_OF = {
     "reward": ("critic/score/mean", "critic/score/max", "critic/score/min", "acc/before_filter"),
     "old_log_prob": ("actor/entropy",),
     "advantage": ("critic/advantages/mean", "critic/advantages/max", "critic/advantages/min"),
-    "update_actor": ("actor/lr", "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm"),
+    "update_actor": (
+        "actor/lr", "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm",
+        "student/lr", "student/loss", "student/jsd_loss", "student/sft_loss", "student/grad_norm",
+    ),
 }
 """What a run without batches says about a stage. Ours take the entropy in the update, verl with the old log-probs."""
 
-EXACT = ("actor/lr",)
+EXACT = ("actor/lr", "student/lr")
 FALSE_ALARM = 1e-3
 """Probability that a step of two equal distributions is called different for the tokens they drew."""
 
@@ -164,7 +168,11 @@ def _compare_step(a: RunData, b: RunData, repeats: Sequence[RunData], step: int,
     yield from _judge_sync(step, pair, gaps, state)
     yield from _judge_rollout(a, b, step, pair, gaps, state)
     yield from _judge_reward(step, pair, state)
-    for stage, name in (("old_log_prob", "old_log_probs"), ("ref_log_prob", "ref_log_prob")):
+    for stage, name in (
+        ("old_log_prob", "old_log_probs"),
+        ("ref_log_prob", "ref_log_prob"),
+        ("teacher_log_prob", "teacher_log_prob"),
+    ):
         verdict = _judge_shared(step, stage, name, pair, gaps, state)
         if verdict is not None:
             yield verdict

@@ -13,6 +13,7 @@ from alignment.rl.driver import Progress
 from alignment.rl.executor import Executor, Placement, WorkerGroup
 from alignment.rl.gkd_config import GkdConfig, TeacherKind
 from alignment.rl.gkd_data import load_samples
+from alignment.rl.gkd_record import GkdBatchRecorder
 from alignment.rl.gkd_trainer import COMPLETIONS, GkdTrainer, resume_fingerprint, total_steps
 from alignment.rl.mock_rollout import hash_checkpoint
 from alignment.rl.observers import ObserverSpec, driver_observers
@@ -95,6 +96,9 @@ def run_gkd(
         replicas = start_replicas(config, executor, setting)
         about = groups["actor"].call("describe")
         completions = run_dir / COMPLETIONS if config.gkd.log_completions else None
+        batches = None
+        if config.trainer.record_batches:
+            batches = GkdBatchRecorder(run_dir, resume_step=state["step"] if state else 0)
         trainer = GkdTrainer(
             config,
             groups=groups,
@@ -108,6 +112,7 @@ def run_gkd(
             fingerprint=fingerprint,
             progress=progress,
             observers=watchers,
+            batches=batches,
         )
         if state:
             trainer.resume(found, state)

@@ -26,6 +26,7 @@ from alignment.rl.driver import Driver, Progress
 from alignment.rl.executor import WorkerGroup
 from alignment.rl.gkd_config import GkdConfig
 from alignment.rl.gkd_data import Encoder, GkdSample, OnPolicySchedule, SampleSet, collate, numbered, resample
+from alignment.rl.gkd_record import GkdBatchRecorder
 from alignment.rl.gkd_stages import StudentUpdate, count
 from alignment.rl.mock_rollout import RecordedRollouts
 from alignment.rl.multi_turn import Conversation, Messages, make_scheduler, run_turns
@@ -77,6 +78,7 @@ class GkdTrainer(Driver):
         fingerprint: what a checkpoint has to agree with when it is resumed, flat.
         progress: told about stages and steps.
         observers: told about the stages that run here.
+        batches: keeps what every step trained on, or None.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class GkdTrainer(Driver):
         fingerprint: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         observers: Sequence[DriverObserver] = (),
+        batches: GkdBatchRecorder | None = None,
     ) -> None:
         super().__init__(
             config,
@@ -115,7 +118,7 @@ class GkdTrainer(Driver):
         self.scheduler = (
             make_scheduler(gkd.multi_turn_scheduler, max_turns=gkd.max_turns) if gkd.multi_turn_scheduler else None
         )
-        self.observers = observers
+        self.observers, self.batches = observers, batches
         self.generation: Generation | None = None
         self._resampled = 0
 
@@ -129,6 +132,8 @@ class GkdTrainer(Driver):
         chunk = self.generation.next_chunk(self.config.gkd.steps_per_generation)
         batch = self._encode(chunk)
         batch = self._ask_teacher(batch)
+        if self.batches is not None:
+            self.batches.keep(self.step, batch)
         metrics, per_sample = self._update(batch)
         metrics |= {
             "student/on_policy": float(on_policy),
