@@ -51,7 +51,7 @@ GIVEN = {
             "NEW": "baselines",
             "CHECKPOINT": CHECKPOINT,
             "to-dist SOURCE": f"to-dist {CHECKPOINT}",
-            "SOURCE": "deep",
+            "SOURCE": "runs/deep",
             "TARGET": "$(mktemp -d)/target",
             "FOLDER": "$(ls -d runs/*/verl)",
             "RUN": "runs/night",
@@ -59,7 +59,7 @@ GIVEN = {
         before=f"""
             {SHORT_RUN} runs/gpu
             {WEIGHT_SYNC} runs/night
-            python tests/e2e/docs_checkpoint.py deep
+            python tests/e2e/docs_checkpoint.py runs/deep
         """,
     ),
     "docs/bisect.md": Given(
