@@ -14,10 +14,13 @@ from datetime import date
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from alignment.bisect.components import COMPONENTS, Component
+from alignment.bisect.components import COMPONENTS, Component, rank
 from alignment.bisect.providers.base import machine_facts
 from alignment.bisect.stack import Pin, Stack
+from alignment.bisect.versions import same
 from alignment.devices.fingerprint import UNKNOWN
+
+_OF_THE_NODE = ("driver", "firmware")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,35 @@ def freeze_stack(*, name: str = "", image: str = "", also: Sequence[str] = ()) -
         places=places,
     )
     return Frozen(stack, tuple(warnings))
+
+
+def differences_here(wanted: Stack) -> list[str]:
+    """What of a stack is missing here or of another version, one line each, from the ground up; empty when it is that
+    stack. Driver and firmware belong to the node and are left out.
+    """
+    own = [component.distribution for component in wanted.defined.values() if not component.external]
+    return differences(wanted, freeze_stack(name="here", also=own).stack)
+
+
+def differences(wanted: Stack, found: Stack) -> list[str]:
+    """The same for two stacks. Of Python the line is enough (3.11 is what images are tagged with), of a git pin the
+    revision counts, or the version where an installation does not know its revision.
+    """
+    lines = []
+    for name in sorted(wanted.pins, key=rank):
+        pin, here = wanted.pins[name], found.pins.get(name)
+        if name in _OF_THE_NODE:
+            continue
+        if here is None:
+            lines.append(f"{name}: {pin} is not installed")
+        elif pin.kind == here.kind == "git":
+            if not here.revision.startswith(pin.revision):
+                lines.append(f"{name}: expected {pin.revision}, found {here.revision}")
+        elif pin.version and not (
+            same(here.version, pin.version) or (name == "python" and here.version.startswith(f"{pin.version}."))
+        ):
+            lines.append(f"{name}: expected {pin.version}, found {here.version}")
+    return lines
 
 
 def _pin_of(component: Component, distribution: importlib.metadata.Distribution) -> tuple[Pin, str]:
