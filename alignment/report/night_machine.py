@@ -9,14 +9,14 @@ from pathlib import Path
 
 from alignment.errors import InputError
 from alignment.files import write_json
-from alignment.report.run_directory import PROVENANCE, STACK, write_stack
+from alignment.report.run_directory import PROVENANCE, write_stack
 
 
 def write_provenance(folder: Path, stack: Path | None) -> None:
     """Writes ``provenance.json`` and ``stack.yaml`` of what is installed here.
 
     Raises:
-        InputError: ``stack`` pins a release that is installed in another version.
+        InputError: ``stack`` pins what is not installed here, or in another version.
     """
     from alignment.baseline.provenance import provenance_of
     from alignment.devices.base import get_device
@@ -24,19 +24,14 @@ def write_provenance(folder: Path, stack: Path | None) -> None:
     write_json(folder / PROVENANCE, provenance_of(get_device("auto")).to_dict())
     write_stack(folder)
     if stack is not None:
-        _hold_to(stack, folder / STACK)
+        _hold_to(stack)
 
 
-def _hold_to(wanted: Path, here: Path) -> None:
+def _hold_to(wanted: Path) -> None:
+    from alignment.bisect.freeze import differences_here
     from alignment.bisect.stack import load_stack
 
-    pins, found = load_stack(wanted).pins, load_stack(here).pins
-    releases = {name: pin.version for name, pin in found.items() if pin.kind == "release"}
-    other = [
-        f"{name} {releases[name]}, not {pin}"
-        for name, pin in sorted(pins.items())
-        if pin.kind == "release" and releases.get(name, pin.version) != pin.version
-    ]
+    other = differences_here(load_stack(wanted))
     if other:
         raise InputError("the stack here is not the one of the row", where=wanted, found="; ".join(other))
 
