@@ -260,10 +260,20 @@ def run_night(options, address: str | None, out: Path) -> int:
         line += ["--ray-address", address]
     if (out / "begun.json").exists():
         line.append("--resume")
-    night = subprocess.Popen(line, cwd=CI.parent)
+    asked: list[int] = []
+    nights: list[subprocess.Popen] = []
+
+    def end(number: int, _: object) -> None:
+        asked.append(number)
+        for night in nights:
+            night.send_signal(number)
+
     for name in ENDING:
-        signal.signal(name, lambda number, _: night.send_signal(number))
-    return night.wait()
+        signal.signal(name, end)
+    nights.append(subprocess.Popen(line, cwd=CI.parent))
+    if asked:  # while the night was being started
+        nights[0].send_signal(asked[-1])
+    return nights[0].wait()
 
 
 def run_head(options, address: str, token: Path, out: Path, record: dict) -> int:

@@ -147,8 +147,10 @@ class Target:
 
     @cached_property
     def requirements(self) -> list[str]:
-        """The locked environment of the recipe's name, with the stack's releases in place of the lock's."""
-        lock = ROOT / "scripts" / "locks" / f"{self.chip.containerfile}.txt"
+        """The locked environment named like the stack, else like the recipe, with the releases of the stack."""
+        locks = ROOT / "scripts" / "locks"
+        own = locks / f"{self.row.stack.stem}.txt"
+        lock = own if own.is_file() else locks / f"{self.chip.containerfile}.txt"
         pins = {}
         for line in lock.read_text(encoding="utf-8").splitlines():
             if line and not line.startswith("#"):

@@ -9,4 +9,4 @@ out=$(realpath "$out")
 cd "$(dirname "$0")/../../.."
 # 2 nodes: this machine is a pod of the cluster with the service account and the store of
 # ci/rendered/common.yaml.
-exec python3 ci/submit.py ci/rendered/atlas-a3/volcano-job.yaml --wait --minutes 475 --store /store --out "$out"
+exec python3 ci/submit.py ci/rendered/atlas-a3/volcano-job.yaml --wait --minutes 355 --store /store --out "$out"
