@@ -25,7 +25,10 @@ def test_a_night_on_its_own_stack_has_provenance(tmp_path):
 
 @pytest.mark.parametrize(
     "components, said",
-    [({"torch": "1.0.0"}, "torch: expected 1.0.0, found"), ({"torch_npu": "2.7.1"}, "torch_npu: 2.7.1 is not installed")],
+    [
+        ({"torch": "1.0.0"}, "torch: expected 1.0.0, found"),
+        ({"torch_npu": "2.7.1"}, "torch_npu: 2.7.1 is not installed"),
+    ],
 )
 def test_a_night_on_another_stack_says_what_differs(components, said, tmp_path):
     with pytest.raises(InputError, match="the stack here is not the one of the row") as error:
