@@ -53,7 +53,7 @@ from alignment.report.night_matrix import STDERR, STDOUT, Matrix, Phase, Row
 from alignment.report.night_nodes import LOST, TOKEN, Node, Watch, begin_store, read_nodes
 from alignment.report.night_process import Ended, adopting, clear_up, run_command
 from alignment.report.run_directory import PROVENANCE, STACK, finite, write_verdicts
-from alignment.rl.forwarded import forwarded
+from alignment.rl.forwarded import EVERY_CARD, forwarded
 
 PROVENANCE_PHASE = "provenance"
 """The first phase of every night: which code, which packages, which machine."""
@@ -450,7 +450,7 @@ class _Night:
         from dataclasses import asdict
 
         plan, target = folder / "plan.json", folder / "nodes.json"
-        env = {**forwarded(), **self.setting.row.env, "ALIGNMENT_NIGHT": self.identity}
+        env = {**EVERY_CARD, **forwarded(), **self.setting.row.env, "ALIGNMENT_NIGHT": self.identity}
         timeout = 60 * phase.timeout_minutes
         write_json(plan, {
             "address": self.setting.ray, "argv": self._argv(phase, _MARKER), "marker": _MARKER, "timeout": timeout,

@@ -20,6 +20,13 @@ FORWARDED = (
 )
 """Beginnings of the names of environment variables."""
 
+EVERY_CARD = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+}
+"""For workers that reserve no card and are to see them all: Ray hides the cards from who reserved none."""
+
 
 def forwarded() -> dict[str, str]:
     """Those variables as this process has them, and where it finds its modules: a fault's or a test's included."""

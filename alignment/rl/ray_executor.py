@@ -14,7 +14,7 @@ import torch
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.batch import Batch
 from alignment.rl.executor import Placement, WorkerGroup, join, run_setup, shares
-from alignment.rl.forwarded import forwarded
+from alignment.rl.forwarded import EVERY_CARD, forwarded
 from alignment.rl.observers import observed
 from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
 
@@ -300,8 +300,7 @@ def worker_environment(placement: Placement) -> dict[str, str]:
     """
     return {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // placement.world_size)),
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+        **EVERY_CARD,
         **forwarded(),
     }
 

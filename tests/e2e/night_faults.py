@@ -40,7 +40,8 @@ def fill(folder: str, size: str) -> None:
     from alignment.files import write_json
 
     write_json(Path(os.environ.get(folder, folder)) / "filled.json", {"text": "x" * int(size)})
-    print(json.dumps({"written": int(size)}))
+    # What Ray hides from a task that reserved no card would be an empty list of them.
+    print(json.dumps({"written": int(size), "cards": os.environ.get("CUDA_VISIBLE_DEVICES", "all")}))
 
 
 def hog(folder: str) -> None:

@@ -309,6 +309,9 @@ def test_a_cluster_that_lacks_a_node_is_no_environment_for_a_night(four_nodes, t
     told = night(matrix, tmp_path / "night", tmp_path / "h.sqlite", "--ray-address", four_nodes.address)
     assert told.phase("store") == ("error", "environment", "4 of 5 nodes are in the Ray cluster")
     assert told.code == 3 and len(list(tmp_path.glob("night/store/*/filled.json"))) == 4
+    # A phase sees every card of its node, as it would without Ray.
+    printed = [json.loads(path.read_text()) for path in tmp_path.glob("night/store/*/stdout.txt")]
+    assert [document["cards"] for document in printed] == ["all"] * 4
 
 
 # Disks and files.

@@ -10,6 +10,7 @@ from datetime import date, timedelta
 
 import pytest
 import yaml
+from test_page import BROWSER, violations
 from typer.testing import CliRunner
 
 from alignment.cli import app
@@ -346,6 +347,19 @@ def test_the_page_shows_the_phases_and_links_what_they_left(drive, tmp_path):
     page = (tmp_path / "night" / night.page).read_text()
     assert "MISALIGNED: cpu, " in page and 'href="tests/junit.xml"' in page and 'href="night.json"' in page
     assert "new: tests/tests.unit.rope::test_1: test_1: off by 0.3" in page
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
+def test_the_page_is_valid_and_can_be_read_by_everybody(drive, tmp_path):
+    import html5lib
+
+    drive({"it": phase(OK), "tests": judged("pass")}, out="first")
+    phases = {"tests": judged("fail"), "broken": phase("raise SystemExit(7)")}
+    night = drive(phases, known=[{**ENTRY, "match": "*test_0*"}], out="second")
+    assert night.concerns and night.phases[1].findings
+    page = tmp_path / "second" / night.page
+    html5lib.HTMLParser(strict=True).parse(page.read_text())
+    assert [violations(page, tmp_path, theme) for theme in ("light", "dark")] == [[], []]
 
 
 def test_the_commands(drive, tmp_path):
