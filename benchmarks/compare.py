@@ -4,9 +4,10 @@
 
 msprobe itself writes the dumps, of a chain of small modules (statistics) or of large ones (tensors), twice, the second
 time with inputs that differ by 1e-6. Both tools then compare them in turn, files in the page cache. Prints
-``speedup_statistics`` (bar: ≥ 10) and ``speedup_tensor`` (≥ 5): medians of the ratios of neighbouring runs; and
-start-up
-and peak memory. Exit code 2 where msprobe is not installed.
+``speedup_statistics`` (bar: ≥ 10) and ``speedup_tensor`` (≥ 5): medians of the ratios of neighbouring runs; start-up
+and peak memory; ``peak_memory_ratio``, our peak memory on the tensors over that on a quarter of them (1 where it does
+not depend on the size of a dump), and ``peak_bytes_per_row``, by how much it grows with each row of statistics. Exit
+code 2 where msprobe is not installed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TENSOR_MEGABYTES = 10
 """Size of one tensor: a hidden state of 640 tokens and width 4096 in float32."""
+
+ROWS_PER_MODULE = 4
+"""Input, output, weight and bias."""
 
 WRITER = """
 import json, sys
@@ -102,10 +106,27 @@ def cpu_of(command: list[str]) -> tuple[float, float, int]:
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, process.returncode
 
 
+def ours_on(golden: Path, target: Path) -> list[str]:
+    return [sys.executable, "-m", "alignment", "compare", str(golden), str(target), "--json"]
+
+
+def peak_of_a_quarter(task: str, python: Path, *, modules: int, elements: int, keep: Path) -> float:
+    """Our peak memory in MB on a dump of a quarter of the modules."""
+    keep.mkdir()
+    golden, target = write_dumps(python, task, keep, modules=modules, elements=elements)
+    _, peak, code = cpu_of(ours_on(golden, target))
+    shutil.rmtree(keep)
+    if code not in (0, 1):
+        sys.exit(f"alignment compare failed with {code} on a quarter of the dump")
+    return peak
+
+
 def measure(task: str, msprobe: Path, *, modules: int, elements: int, rounds: int, keep: Path) -> dict[str, float]:
     """Medians over ``rounds`` neighbouring runs of both tools."""
+    quarter = max(1, modules // 4)
+    less = peak_of_a_quarter(task, msprobe.with_name("python"), modules=quarter, elements=elements, keep=keep / "less")
     golden, target = write_dumps(msprobe.with_name("python"), task, keep, modules=modules, elements=elements)
-    ours_command = [sys.executable, "-m", "alignment", "compare", str(golden), str(target), "--json"]
+    ours_command = ours_on(golden, target)
     ours, theirs, ratios, peaks, their_peaks = [], [], [], [], []
     for turn in range(rounds):
         result = keep / f"result{turn}"
@@ -132,6 +153,8 @@ def measure(task: str, msprobe: Path, *, modules: int, elements: int, rounds: in
         "msprobe_cpu_s": statistics.median(theirs),
         "speedup": statistics.median(ratios),
         "ours_peak_mb": max(peaks),
+        "peak_ratio": max(peaks) / less,
+        "peak_bytes_per_row": (max(peaks) - less) * (1 << 20) / (ROWS_PER_MODULE * max(1, modules - quarter)),
         "msprobe_peak_mb": max(their_peaks),
     }
 
@@ -156,9 +179,8 @@ def main() -> None:
         print("msprobe is not installed here (pip install mindstudio-probe); name it with --msprobe", file=sys.stderr)
         sys.exit(2)
     out: dict[str, float] = {"start_up_cpu_s": start_up(arguments.rounds)}
-    # four rows a module: input, output, weight, bias
     shapes = {
-        "statistics": {"modules": max(1, arguments.rows // 4), "elements": 64},
+        "statistics": {"modules": max(1, arguments.rows // ROWS_PER_MODULE), "elements": 64},
         "tensor": {
             "modules": max(1, arguments.megabytes // (2 * TENSOR_MEGABYTES)),
             "elements": TENSOR_MEGABYTES << 18,
@@ -168,6 +190,8 @@ def main() -> None:
         if arguments.only in (None, task):
             with tempfile.TemporaryDirectory(dir=arguments.scratch) as directory:
                 found = measure(task, arguments.msprobe, rounds=arguments.rounds, keep=Path(directory), **shape)
+            ratio, growth = found.pop("peak_ratio"), found.pop("peak_bytes_per_row")
+            out |= {"peak_memory_ratio": ratio} if task == "tensor" else {"peak_bytes_per_row": growth}
             out |= {f"{task}_{name}": value for name, value in found.items() if name != "speedup"}
             out[f"speedup_{task}"] = found["speedup"]
     if arguments.json:
