@@ -37,12 +37,18 @@ def ablate(
     emulate_npu: EmulateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """The effect of each change on the curve with an interval, one at a time or every combination, on shared prompts."""
+    """The effect of each change on the curve with an interval, one at a time or every combination, on shared prompts.
+
+    A change is anything that a configuration says (mbridge or dist_ckpt, a parallel size, determinism), and
+    faults=[ID] switches a fault of the catalogue on: what a fix is worth is the effect of what it mends. Several ranks
+    run on Ray.
+    """
     from rich.markup import escape
     from rich.table import Table
 
     from alignment.baseline.runs import torch_name
     from alignment.diagnose.ablation import curve_level, effects, parse_factor, run_designs
+    from alignment.faults.injection import active, faults_and_overrides
     from alignment.report.progress import training_progress
     from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
@@ -51,14 +57,26 @@ def ablate(
     factors = [parse_factor(text) for text in factor]
     common = [*(overrides or ()), "trainer.save_freq=0", "trainer.resume_mode=disable"]
     for one in factors:
-        load_config(config, [*common, *one.overrides])  # what cannot work is refused before the first run
+        # What cannot work is refused before the first run.
+        faults, changes = faults_and_overrides([*common, *one.overrides], None)
+        load_config(config, changes)
+        with active(faults):
+            pass
     chosen = find_device(device, emulate_npu)
     directory, console = run_dir or new_run_directory(RUNS), console_on(as_json)
 
     def level(setting: frozenset[str], changes: tuple[str, ...], seed: int) -> float:
-        settings = load_config(config, [*common, *changes, f"trainer.seed={seed}"])
+        faults, left = faults_and_overrides([*common, *changes, f"trainer.seed={seed}"], None)
+        settings = load_config(config, left)
         where = directory / ("+".join(sorted(setting)) or "base") / f"seed-{seed}"
-        run = run_dapo(settings, run_dir=where, device=torch_name(chosen), progress=progress)
+        with active(faults):
+            run = run_dapo(
+                settings,
+                run_dir=where,
+                device=torch_name(chosen),
+                progress=progress,
+                executor=_executor(settings),
+            )
         if any(metric not in row for row in run.metrics):
             raise InputError("the run has no such metric", where="--metric", found=metric)
         return curve_level([row[metric] for row in run.metrics])
@@ -122,7 +140,7 @@ def replay(
         if record is None:
             record = directory / "record"
             recording = load_config(config, [*common, "actor_rollout_ref.rollout.skip.enable=true"])
-            run_dapo(recording, run_dir=record, device="cpu")
+            run_dapo(recording, run_dir=record, device="cpu", executor=_executor(recording))
         reference = read_run(record).metrics
         with active(fault or []):
             found = long_replay(
@@ -133,6 +151,7 @@ def replay(
                 steps=steps,
                 device=torch_name(chosen),
                 perturbations=range(1, perturbations + 1),
+                executor=_executor(settings),
                 progress=status.update,
             )
     if as_json:
@@ -146,10 +165,25 @@ def replay(
             noise = f"envelope {drift.envelope:.2e}" if drift.envelope is not None else "noise not measured"
             where = f"largest in step {drift.worst_step}: {drift.worst_error:.2e}"
             print(f"  {drift.metric}: {drift.error:.2e}, {noise}, {drift.judgement}; {where}")
+            if drift.drowned:
+                print(
+                    f"  one unit in the last place alone makes {max(drift.noise):.2e} of the loss: nothing can be held "
+                    "to the bar over so many steps, and the envelope decides"
+                )
         if found.outcome is Outcome.INCONCLUSIVE:
             print("INCONCLUSIVE: without --perturbations there is no envelope to judge by")
         print(f"everything of this: {directory}")
     raise typer.Exit(found.exit_code)
+
+
+def _executor(settings):
+    """Several ranks need Ray, and the faults of this process in every worker."""
+    if settings.dp_size == 1:
+        return "inprocess"
+    from alignment.faults.injection import WORKER_SETUP
+    from alignment.rl.ray_executor import RayExecutor
+
+    return RayExecutor(worker_setup=WORKER_SETUP)
 
 
 def _recorded(run: Path) -> Path:

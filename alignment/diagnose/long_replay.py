@@ -2,7 +2,8 @@
 
 Both sides train on the same recorded tokens, so their losses may differ by rounding only, which training amplifies. The
 bar of the field, 1 % over 2 000 steps, says what is usable; the measured envelope says what this model and this many
-steps can do by themselves.
+steps can do by themselves. Where one unit in the last place alone makes more than the bar, nothing can be held to it,
+and the envelope decides.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from alignment.errors import InputError
 from alignment.numerics.budget import ENVELOPE_FACTOR
 from alignment.numerics.verdict import ALIGNED, MISALIGNED, Outcome
 from alignment.rl.config import TrainConfig
+from alignment.rl.executor import Executor
 from alignment.rl.run import RunResult, replay_steps
 
 BAR = 0.01
@@ -43,9 +45,16 @@ class Drift:
         return ENVELOPE_FACTOR * max(self.noise) if self.noise else None
 
     @property
+    def drowned(self) -> bool:
+        """Whether noise alone makes more of the loss than the field's bar allows, so that the bar says nothing."""
+        return self.metric == METRICS[0] and bool(self.noise) and max(self.noise) > BAR
+
+    @property
     def within(self) -> bool | None:
-        """Inside the envelope, and for the loss under the field's bar; None where there is neither to judge by."""
-        quoted = BAR if self.metric == METRICS[0] else None
+        """Inside the envelope, and for the loss under the field's bar unless that is :attr:`drowned`; None where there
+        is neither to judge by.
+        """
+        quoted = BAR if self.metric == METRICS[0] and not self.drowned else None
         bounds = [bound for bound in (quoted, self.envelope) if bound is not None]
         return all(self.error <= bound for bound in bounds) if bounds else None
 
@@ -55,7 +64,7 @@ class Drift:
         return {True: "within", False: "OUTSIDE", None: "not judged"}[self.within]
 
     def to_dict(self) -> dict:
-        return {**asdict(self), "envelope": self.envelope, "within": self.within}
+        return {**asdict(self), "envelope": self.envelope, "within": self.within, "drowned": self.drowned}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +128,14 @@ def long_replay(
     steps: int,
     device: str | None = None,
     perturbations: Sequence[int] = (1, 2, 3),
+    executor: str | Executor = "inprocess",
     progress: Callable[[str], None] = lambda line: None,
 ) -> LongReplay:
     """Replays ``record`` as ``config`` says, and as often again as there are ``perturbations`` of one ulp.
 
     Args:
         reference: one row of metrics per recorded step, of the device that is trusted.
+        executor: as in :func:`alignment.rl.run.run_dapo`.
 
     Raises:
         InputError: fewer recorded steps than asked for.
@@ -136,7 +147,13 @@ def long_replay(
     def replay(name: str, perturbation: int | None) -> RunResult:
         progress(name)
         return replay_steps(
-            config, record=record, run_dir=run_dir / name, device=device, steps=steps, perturbation=perturbation
+            config,
+            record=record,
+            run_dir=run_dir / name,
+            device=device,
+            steps=steps,
+            perturbation=perturbation,
+            executor=executor,
         )
 
     own = replay("replay", None).metrics

@@ -46,10 +46,30 @@ def test_what_has_no_bound_is_not_judged():
         ((drift(loss, 2 * BAR), drift(norm, 0.0)), ["OUTSIDE", "not judged"], "fail", 1),
         ((drift(loss, 0.0, BAR), drift(norm, BAR, BAR)), ["within", "within"], "pass", 0),
         ((drift(loss, 0.0, BAR), drift(norm, 9 * BAR, BAR)), ["within", "OUTSIDE"], "fail", 1),
+        # One ulp alone makes more than the bar: the envelope decides, either way.
+        ((drift(loss, 2 * BAR, 2 * BAR), drift(norm, BAR, BAR)), ["within", "within"], "pass", 0),
+        ((drift(loss, 9 * BAR, 2 * BAR), drift(norm, BAR, BAR)), ["OUTSIDE", "within"], "fail", 1),
+        ((drift(loss, 2 * BAR, BAR), drift(norm, BAR, BAR)), ["OUTSIDE", "within"], "fail", 1),
     ):
         found = LongReplay(steps=1, drifts=drifts)
         assert [d.judgement for d in found.drifts] == words
         assert (found.to_dict()["outcome"], found.exit_code) == (outcome, code)
+
+
+def test_a_bar_that_noise_drowns_is_said_to_be(monkeypatch, tmp_path):
+    """As people see it; the numbers are those of a replay that was not made."""
+    from alignment.cli import experiments
+    from alignment.diagnose import long_replay
+    from alignment.rl import run
+
+    drowned = LongReplay(steps=2, drifts=(drift(METRICS[0], BAR, 2 * BAR), drift(METRICS[1], BAR, BAR)))
+    monkeypatch.setattr(long_replay, "long_replay", lambda *arguments, **keywords: drowned)
+    monkeypatch.setattr(run, "read_run", lambda directory: type("Run", (), {"metrics": []}))
+    monkeypatch.setattr(experiments, "_recorded", lambda directory: directory)
+    shown = CliRunner().invoke(app, ["replay", "--record", str(tmp_path), "--device", "cpu", "--run-dir", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert f"one unit in the last place alone makes {2 * BAR:.2e} of the loss" in shown.output
+    assert "the envelope decides" in shown.output
 
 
 def replayed(tmp_path, *arguments: str):

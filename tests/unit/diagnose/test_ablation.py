@@ -105,6 +105,43 @@ def test_the_command_runs_every_setting(tmp_path):
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"base", "temperature"}
 
 
+SCORER_OF_TWO = """
+import contextlib
+from unittest import mock
+
+from alignment.rl import stages
+
+
+@contextlib.contextmanager
+def generous():
+    honest = stages.score_responses
+
+    def wrong(*arguments, **keywords):
+        import dataclasses
+
+        return [dataclasses.replace(score, score=score.score + 2.0) for score in honest(*arguments, **keywords)]
+
+    with mock.patch.object(stages, "score_responses", wrong):
+        yield
+"""
+
+
+def test_what_a_fix_is_worth_is_the_effect_of_what_it_mends(tmp_path):
+    """A fault as a factor: on in its own setting only."""
+    fault = tmp_path / "fault.py"
+    fault.write_text(SCORER_OF_TWO)
+    shown = CliRunner().invoke(
+        app,
+        ["ablate", "trainer.total_training_steps=1", "data.train_batch_size=16", "--seeds", "2", "--device", "cpu",
+         "--json", "--factor", f"scorer:faults=[{fault}:generous]", "--run-dir", str(tmp_path / "run")],
+    )  # fmt: skip
+    assert shown.exit_code == 0, shown.output + str(shown.exception)
+    (effect,) = json.loads(shown.stdout)["effects"]
+    assert effect["value"] == pytest.approx(2.0) and effect["decided"]
+    unknown = CliRunner().invoke(app, ["ablate", "--factor", "scorer:faults=[nothing]", "--run-dir", str(tmp_path / "no")])
+    assert isinstance(unknown.exception, InputError) and not (tmp_path / "no").exists()
+
+
 def test_one_seed_has_no_interval_and_the_json_stays_json(tmp_path):
     shown = CliRunner().invoke(
         app,
