@@ -216,7 +216,7 @@ def compare_captures(
         pairing = _paired(first, second, names)
         graph = ModuleGraph(pairing.pairs)
         model = noise or NoiseModel()
-        model.expect_tests(3 * len(pairing.pairs))
+        model.expect_tests(len(pairing.pairs))
         found = localise(graph, model)
         foreign = _different_implementations(pairing)
         unpaired = [

@@ -61,6 +61,30 @@ RESOLUTION = 2.0**-22
 2⁻²⁴ per addition, about sixteen additions deep in random directions."""
 
 
+CHAIN = 64
+"""Additions in float32 that follow one another in a capture's own sums (``capture/reduction.cpp``: 1024 elements in 16
+lanes); the rest is float64."""
+
+
+def signed_resolution(size: float, mean: float, count: int) -> tuple[float, float]:
+    """Standard deviations of gain and bias that two captures of one tensor leave: rounding of their own sums.
+
+    A chain of L float32 additions of elements with mean μ and root mean square r goes through partial sums of about
+    √(j r² + j² μ²), j = 1 … L, and each addition loses 0.425 u of its result (:func:`rounding`). With n/L chains, and
+    one more rounding where a sum is stored as float32, the mean is off by u √(L/2 + (μ/r)² L²/3) r/√n and by u |μ|, and
+    the sum of squares, which only grows, by u L/√(3n) and u of itself. Both sides round on their own.
+
+    Args:
+        size: ‖g‖₂.
+        mean: of the elements.
+        count: n.
+    """
+    once = _ROUNDING["float32"]
+    share = abs(mean) * math.sqrt(count) / size
+    gain = once * (1.0 + CHAIN / math.sqrt(3.0 * count))
+    return gain, once * (share + math.sqrt((CHAIN / 2 + share**2 * CHAIN**2 / 3) / count))
+
+
 def coarser(first: str, second: str) -> str:
     """The dtype with the larger unit roundoff."""
     return first if _ROUNDOFF.get(first, 0.0) >= _ROUNDOFF.get(second, 0.0) else second

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding
 from alignment.diagnose.module_graph import Edge, ModuleGraph, Pair
-from alignment.diagnose.noise import DEFAULT_AMPLIFICATION, SUMS, Limits, NoiseModel
+from alignment.diagnose.noise import COPIED, DEFAULT_AMPLIFICATION, SUMS, Limits, NoiseModel
 
 SCALARS = frozenset({"int", "float"})
 """Python numbers among the arguments of an operator (a scale, an ε, a k): configuration, so they are equal or wrong."""
@@ -67,6 +67,7 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
     """Walk twice: the first time to collect the evidence of all layers, the second to judge with it."""
     consistent = {}
     if noise.samples:
+        noise.expect_edges(_families(graph))
         evidence = _Evidence(noise)
         graph.walk(evidence.take)
         consistent = evidence.consistent()
@@ -76,6 +77,20 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
     found.healed = healed
     found.findings = [finding for finding in found.findings if finding not in healed]
     return found
+
+
+def _families(graph: ModuleGraph) -> dict[str, Counter]:
+    """How many edges of each key are held against noise."""
+    families: dict[str, Counter] = defaultdict(Counter)
+
+    def count(edge: Edge) -> bool:
+        if edge.kind not in COPIED:
+            family = "choices" if edge.result.discrete else "loss" if edge.kind == "loss" else "sizes"
+            families[family][edge.key] += 1
+        return False
+
+    graph.walk(count)
+    return families
 
 
 def _heals(finding: Finding, graph: ModuleGraph, found: Localisation) -> bool:
@@ -136,10 +151,15 @@ class _Evidence:
     def __init__(self, noise: NoiseModel) -> None:
         self.noise = noise
         self.signed: dict[tuple[tuple[str, ...], str], list[tuple[int, float, float]]] = defaultdict(list)
+        self.moved: dict[int, tuple[str, float, float, str]] = {}
         self.judge = _Judge(noise, Localisation(), {})
 
     def take(self, edge: Edge) -> bool:
         diverges = self.judge.take(edge)
+        if edge.index is not None and not (diverges or edge.tainted or edge.unusable):
+            found = self.noise.rows_moved(edge)
+            if found is not None:
+                self.moved[edge.index.position] = ("choices", *found, f"rows of {edge.culprit} that are others")
         limits = self.judge.limits
         if limits is not None and limits.gain_deviation is not None and not (diverges or edge.tainted or edge.unusable):
             if edge.result.difference.relative > RESOLUTION and edge.twin is None:
@@ -153,14 +173,12 @@ class _Evidence:
 
         The same fault has about the same size everywhere, so the mean weighted by 1/variance says most.
         """
-        out: dict[int, tuple[str, float, float, str]] = {}
+        out = dict(self.moved)
         several = {key: values for key, values in self.signed.items() if len(values) > 1}
         for (key, name), values in several.items():
-            weight = math.fsum(1 / deviation**2 for _, _, deviation in values)
-            total = math.fsum(left / deviation**2 for _, left, deviation in values) / math.sqrt(weight)
-            samples = len(self.noise.samples[key].rows)
-            limit = self.noise.student(max(1, samples - 3), len(several)) * math.sqrt(1 + len(values) / samples)
-            limit *= self.noise.together(key, 2 if name == "gain" else 3)
+            weights = [1 / deviation**2 for _, _, deviation in values]
+            total = math.fsum(w * left for w, (_, left, _) in zip(weights, values)) / math.sqrt(math.fsum(weights))
+            limit = self.noise.together(key, name, weights, len(several))
             if abs(total) > limit:
                 # where it begins: the first edge that has at least half of its share in the sum
                 share = abs(total) / math.sqrt(len(values)) / 2
@@ -228,12 +246,12 @@ class _Judge:
             return False
         # token ids and masks of the pipeline are handed on, not chosen by a margin
         limit = 0.0 if edge.kind == "value" else self.noise.choices(edge)
+        found = ("choices", difference.relative, limit, "near ties within the sources' error")
         if difference.relative <= limit:
-            return edge.tainted
-        status = "inherited" if edge.tainted else "introduced"
-        self._add(
-            edge, difference, status, "choices", difference.relative, limit, "near ties within the sources' error"
-        )
+            if edge.tainted or edge.position not in self.consistent:
+                return edge.tainted
+            found = self.consistent[edge.position]
+        self._add(edge, difference, "inherited" if edge.tainted else "introduced", *found)
         return True
 
     def _add(self, edge: Edge, difference: Difference, status: str, name: str, value: float, limit: float, origin: str):

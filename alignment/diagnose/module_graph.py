@@ -127,6 +127,10 @@ class Edge:
         source: the one whose sign carries over: of a module's own results the input that differs most, else what was
             computed last.
         twin: the source that the result is a copy of, on the golden side.
+        tokens: rows whose errors are independent of one another: those of the result, or of what a gradient of a
+            parameter is the sum over.
+        index: of the outputs of a module, the edge of an index that one of its children computed. Rows of the result
+            are others where the index moved.
     """
 
     kind: str
@@ -142,6 +146,7 @@ class Edge:
     twin: Pair | None = None
     source: Difference | None = None
     tokens: int = 1
+    index: Edge | None = None
 
 
 @dataclass(slots=True)
@@ -272,6 +277,7 @@ class _Walk:
         self.unordered: set[str] = set()
         self.listed: set[tuple[str, str]] = set()
         self.flipped = False
+        self.indices: dict[int, Edge] = {}
         self.outputs: list[Pair] = []
         self.done: set[int] = set()
 
@@ -297,7 +303,7 @@ class _Walk:
 
     def _visit(
         self, kind: str, culprit: str, key: tuple[str, ...], pair: Pair, scope: Scope, unordered: bool = False,
-        source: Difference | None = None, tokens: int | None = None,
+        source: Difference | None = None, tokens: int | None = None, index: Edge | None = None,
     ) -> None:  # fmt: skip
         self.position += 1
         twin = scope.copies.get(pair.identity) if pair.identity is not None else None
@@ -312,8 +318,10 @@ class _Walk:
         tokens = max(1, _rows(pair) if tokens is None else tokens)
         edge = Edge(
             kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source,
-            tokens,
+            tokens, index,
         )  # fmt: skip
+        if kind == "own" and pair.discrete:
+            self.indices[id(pair)] = edge
         self.flag[id(pair)] = self.judge(edge)
         self.flipped |= pair.discrete and pair.kind == "module" and pair.difference.relative > 0.0
 
@@ -360,8 +368,10 @@ class _Walk:
                 for pair in child.outputs:
                     scope.add(pair, self.flag[id(pair)])
             key = (node.class_name, last, node.children[-1].class_name)
+            chosen = [self.indices[id(p)] for child in node.children for p in child.outputs if id(p) in self.indices]
+            index = max(chosen, key=lambda edge: edge.error, default=None)
             for pair in node.outputs:
-                self._visit("glue", node.module, (*key, pair.path), pair, scope, unordered)
+                self._visit("glue", node.module, (*key, pair.path), pair, scope, unordered, index=index)
         else:
             # indices first: what they pick goes into the other outputs
             source = _largest(node.inputs)
