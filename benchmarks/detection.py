@@ -1,6 +1,7 @@
 """Detection power: which of 23 faults a comparison of captures names in its module, which benign pairs alarm it.
 
-    python benchmarks/detection.py [--setting ideal --setting realistic] [--seeds 0,1] [--uncalibrated] [--json]
+    python benchmarks/detection.py [--setting ideal --setting realistic] [--seeds 0,1]
+        [--uncalibrated] [--only benign] [--keep FOLDER] [--json]
 
 The protocol is in ``detection_protocol.py``. Captures hold module-level sketches only. Noise is calibrated on pairs of
 other seeds than those that are judged (``--calibration-seeds``), or, with ``--uncalibrated``, not at all. A hit is a
@@ -13,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -55,29 +57,63 @@ class Result:
 
 @contextlib.contextmanager
 def _capture_into(directory: Path, model: nn.Module) -> Iterator[None]:
-    with capture(model, CaptureConfig(detail="sketch"), directory=directory) as session, session.step(0):
+    # Sketches of whole tensors alone: what modules are configured with would name some faults without them.
+    config = CaptureConfig(detail="sketch", settings=False, real_tokens=False)
+    with capture(model, config, directory=directory) as session, session.step(0):
         yield
 
 
-def captured_pair(case, setting: protocol.Setting, seed: int, root: Path) -> tuple[OwnCapture, OwnCapture]:
-    """Both sides of one case as captures below ``root``."""
-    sides = iter((root / "golden", root / "target"))
-    fault = case if isinstance(case, protocol.Fault) else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        protocol.golden_and_target(
-            fault, None if fault else case, setting, seed, lambda model: _capture_into(next(sides), model)
-        )
-    return OwnCapture(root / "golden"), OwnCapture(root / "target")
+class Captures:
+    """The captures of all cases below one folder; what is there from an earlier run is not recorded again.
+
+    Judging takes a tenth of a second and recording some, so a change of the judgement is tried on kept captures.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    def pair(self, case, setting: protocol.Setting, seed: int) -> tuple[OwnCapture, OwnCapture]:
+        """Golden and target of one case."""
+        model, changes, dtype, _ = protocol.golden_of(case, setting)
+        named = "-".join([model, *(f"{k}={v}" for k, v in changes), str(dtype).rpartition(".")[2]])
+        place = self.root / setting.name / str(seed)
+        golden = self._recorded(place / _slug(f"golden {named}"), protocol.record_golden, case, setting, seed)
+        return golden, self._recorded(place / _slug(case.name), protocol.record_target, case, setting, seed)
+
+    @staticmethod
+    def _recorded(directory: Path, record, case, setting: protocol.Setting, seed: int) -> OwnCapture:
+        if not directory.is_dir():
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            beside = Path(tempfile.mkdtemp(dir=directory.parent, prefix="."))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                record(case, setting, seed, lambda model: _capture_into(beside, model))
+            beside.rename(directory)
+        return OwnCapture(directory)
 
 
-def calibrate(kind: str, setting: protocol.Setting, seeds: Sequence[int]) -> NoiseModel:
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=+-]+", "_", name)
+
+
+@contextlib.contextmanager
+def _kept(directory: Path | None) -> Iterator[Captures]:
+    if directory is not None:
+        yield Captures(directory)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Captures(Path(temporary))
+
+
+def calibrate(
+    kind: str, setting: protocol.Setting, seeds: Sequence[int], captures: Captures | None = None
+) -> NoiseModel:
     """The noise of one model in one setting, from its benign pair."""
     noise = NoiseModel()
     case = next(case for case in protocol.CALIBRATIONS if case.name == kind)
     for seed in seeds:
-        with tempfile.TemporaryDirectory() as directory:
-            learn_noise(*captured_pair(case, setting, seed, Path(directory)), into=noise)
+        with contextlib.nullcontext(captures) if captures else _kept(None) as held:
+            learn_noise(*held.pair(case, setting, seed), into=noise)
     return noise
 
 
@@ -86,10 +122,12 @@ def calibration_of(case) -> str:
     return "dense gelu" if (case.golden or {}).get("activation") == "gelu" else case.model
 
 
-def judge(case, setting: protocol.Setting, seed: int, noise: NoiseModel | None) -> tuple[Result, CaptureComparison]:
+def judge(
+    case, setting: protocol.Setting, seed: int, noise: NoiseModel | None, captures: Captures | None = None
+) -> tuple[Result, CaptureComparison]:
     """Compare one case."""
-    with tempfile.TemporaryDirectory() as directory:
-        comparison = compare_captures(*captured_pair(case, setting, seed, Path(directory)), noise=noise)
+    with contextlib.nullcontext(captures) if captures else _kept(None) as held:
+        comparison = compare_captures(*held.pair(case, setting, seed), noise=noise)
     stage = comparison.stages[0]
     first = stage.first
     result = Result(
@@ -107,26 +145,43 @@ def judge(case, setting: protocol.Setting, seed: int, noise: NoiseModel | None) 
 
 
 def run(
-    settings: Sequence[str], seeds: Sequence[int], *, calibration_seeds: Sequence[int], names: Sequence[str] = ()
+    settings: Sequence[str],
+    seeds: Sequence[int],
+    *,
+    calibration_seeds: Sequence[int],
+    names: Sequence[str] = (),
+    only: str | None = None,
+    keep: Path | None = None,
 ) -> list[Result]:
-    """All cases of the protocol, or those whose name contains one of ``names``."""
+    """All cases of the protocol, or those whose name contains one of ``names``.
+
+    Args:
+        only: ``faults`` or ``benign``.
+        keep: a folder of captures that are used again.
+    """
     out = []
-    for name in settings:
-        setting = SETTINGS[name]
-        noises: dict[str, NoiseModel | None] = {}
-        for case in (*protocol.FAULTS, *protocol.BENIGN):
-            if name not in case.settings or (names and not any(part in case.name for part in names)):
-                continue
-            kind = calibration_of(case)
-            if kind not in noises:
-                noises[kind] = calibrate(kind, setting, calibration_seeds) if calibration_seeds else None
+    cases = {"faults": protocol.FAULTS, "benign": protocol.BENIGN}
+    chosen = [case for kind, group in cases.items() if only in (None, kind) for case in group]
+    with _kept(keep) as captures:
+        for name in settings:
+            setting = SETTINGS[name]
+            noises: dict[str, NoiseModel | None] = {}
             for seed in seeds:
-                result, _ = judge(case, setting, seed, noises[kind])
-                out.append(result)
-                print(
-                    f"{name} {seed} {'hit ' if result.hit else 'MISS'} {case.name}: {result.named} ({result.reason})",
-                    file=sys.stderr,
-                )
+                for case in chosen:
+                    if name not in case.settings or (names and not any(part in case.name for part in names)):
+                        continue
+                    kind = calibration_of(case)
+                    if kind not in noises:
+                        noises[kind] = (
+                            calibrate(kind, setting, calibration_seeds, captures) if calibration_seeds else None
+                        )
+                    result, _ = judge(case, setting, seed, noises[kind], captures)
+                    out.append(result)
+                    print(
+                        f"{name} {seed} {'hit ' if result.hit else 'MISS'} {case.name}: {result.named} "
+                        f"({result.reason})",
+                        file=sys.stderr,
+                    )
     return out
 
 
@@ -137,11 +192,20 @@ def main() -> None:
     parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--calibration-seeds", default=",".join(map(str, CALIBRATION_SEEDS)))
     parser.add_argument("--uncalibrated", action="store_true")
+    parser.add_argument("--only", choices=("faults", "benign"))
+    parser.add_argument("--keep", type=Path, help="folder of captures; those it holds are not recorded again")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     calibration = [] if arguments.uncalibrated else [int(seed) for seed in arguments.calibration_seeds.split(",")]
-    results = run(arguments.setting or sorted(SETTINGS), seeds, calibration_seeds=calibration, names=arguments.case)
+    results = run(
+        arguments.setting or sorted(SETTINGS),
+        seeds,
+        calibration_seeds=calibration,
+        names=arguments.case,
+        only=arguments.only,
+        keep=arguments.keep,
+    )
     if arguments.json:
         print(
             json.dumps({"summary": summary(results), "cases": [{**asdict(r), "hit": r.hit} for r in results]}, indent=1)

@@ -500,23 +500,30 @@ def step(
     return capture
 
 
-def golden_and_target(fault: Fault | None, benign: Benign | None, setting: Setting, seed: int, record):
-    """Record both sides of one case; returns what ``record`` yielded for golden and for the target."""
-    case = fault or benign
-    golden = build(case.model, seed, case.golden)
-    target = build(case.model, seed, case.target if case.target is not None else case.golden)
-    golden_dtype = (benign.golden_dtype if benign else None) or setting.dtype
-    golden, target = golden.to(golden_dtype), target.to(setting.dtype)
+def golden_of(case: Fault | Benign, setting: Setting) -> tuple:
+    """What the golden side of a case is, beside the seed: equal for all cases that share one."""
+    dtype = getattr(case, "golden_dtype", None) or setting.dtype
+    return case.model, tuple(sorted((case.golden or {}).items(), key=str)), dtype, getattr(case, "golden_loss", Loss())
+
+
+def record_golden(case: Fault | Benign, setting: Setting, seed: int, record):
+    """One pass of the golden side; returns what ``record`` yielded."""
+    _, _, dtype, loss = golden_of(case, setting)
+    model = build(case.model, seed, case.golden).to(dtype)
+    return step(model, make_batch(model, seed), loss, record)
+
+
+def record_target(case: Fault | Benign, setting: Setting, seed: int, record):
+    """One pass of the target, on the batch that golden's log-probabilities went into."""
+    golden = build(case.model, seed, case.golden).to(golden_of(case, setting)[2])
     batch = make_batch(golden, seed)
+    target = build(case.model, seed, case.target if case.target is not None else case.golden).to(setting.dtype)
+    fault, benign = (case, None) if isinstance(case, Fault) else (None, case)
     if fault and fault.weights:
         with torch.no_grad():
             fault.weights(target)
-    first = step(golden, batch, fault.golden_loss if fault else Loss(), record)
-    parts = setting.split_k if (fault or benign.kernels or setting.split_k > 1) else 1
-    if benign and not benign.kernels:
-        parts = 1
-    if benign and benign.kernels and parts == 1:
-        parts = 2
+    # other kernels are the whole of a benign pair that has them, and the ground every fault of a setting stands on
+    parts = (max(setting.split_k, 2) if benign.kernels else 1) if benign else setting.split_k
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
         if parts > 1:
@@ -526,5 +533,4 @@ def golden_and_target(fault: Fault | None, benign: Benign | None, setting: Setti
         if benign:
             torch.set_num_threads(benign.threads)
             stack.callback(torch.set_num_threads, threads)
-        second = step(target, batch, fault.loss if fault else Loss(), record)
-    return first, second
+        return step(target, batch, fault.loss if fault else Loss(), record)
