@@ -39,6 +39,9 @@ def triage(
     console.print(table)
     for number, cause in enumerate(found.causes, 1):
         console.print(f"{number}. {cause.axis}: {cause.cause}: {cause.evidence}", markup=False, highlight=False)
+    for axis in found.axes:
+        for remark in axis.remarks if axis.findings else ():
+            console.print(f"   {axis.axis}: {remark}", markup=False, highlight=False)
     for mode in found.modes:
         console.print(f"failure mode: {mode.name} at step {mode.step}: {mode.evidence}", markup=False, highlight=False)
     if found.first is not None:

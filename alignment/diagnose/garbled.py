@@ -22,10 +22,11 @@ class Garbled:
 def find_garbled(dut: RunData, baseline: RunData) -> Garbled | None:
     """Where the run's text falls apart and the baseline's, at the same step, does not.
 
-    Needs recorded batches (``trainer.record_batches``) and, to decode them, the tokenizer of ``model.path``; without a
-    tokenizer the statistics of tokens alone are used. None also where there is nothing to look at.
+    Reads recorded batches (``trainer.record_batches``), decoded by the tokenizer of ``model.path`` (without one the
+    statistics of tokens alone are used), or the text that verl dumps. None also where there is nothing to look at.
     """
-    for step in sorted(set(dut.recorded) & set(baseline.recorded)):
+    steps = [set(run.recorded) | set(run.texts) for run in (dut, baseline)]
+    for step in sorted(steps[0] & steps[1]):
         verdict, reference = _judge(dut, step), _judge(baseline, step)
         if verdict is None or reference is None:
             continue
@@ -39,6 +40,8 @@ def samples_of(run: RunData, step: int) -> list[Sample]:
     import math
 
     batch = run.batch(step)
+    if batch is None:
+        return _samples_of_text(run, step)
     tokenizer = _tokenizer(run)
     limit = int(run.config.get("data.max_response_length") or batch.tensors["responses"].shape[1])
     surprisal = batch.tensors.get("rollout_log_probs", batch.tensors.get("old_log_probs"))
@@ -65,6 +68,25 @@ def samples_of(run: RunData, step: int) -> list[Sample]:
             )
         )
     return samples
+
+
+def _samples_of_text(run: RunData, step: int) -> list[Sample]:
+    """The text that verl dumped, which has no tokens: how many ran into the limit is among its metrics."""
+    rows = run.texts.get(step, ())
+    clipped = round(float(run.metrics.get(step, {}).get("response_length/clip_ratio", 0.0)) * len(rows))
+    return [
+        Sample(
+            prompt_id=str(row["input"]),
+            prompt=str(row["input"]),
+            text=str(row["output"]),
+            tokens=len(str(row["output"]).split()),
+            ended=number >= clipped,
+            compression_ratio=compression_ratio(str(row["output"])),
+            surprisal_ratio=0.0,
+            unreadable=unreadable(str(row["output"])),
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def _judge(run: RunData, step: int) -> Verdict | None:

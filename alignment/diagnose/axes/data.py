@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.run_stages import RunData
+from alignment.errors import InputError
+from alignment.files import read_json
 from alignment.rl.batch_record import BatchRecord
 from alignment.rl.tracking import GROUPS, read_series
 
 AXIS = AXES[1]
+_MODEL, _TOKENIZER = "actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"
 FIRST, AROUND = 10, (9, 10, 11)
 """The first ten batches, those around step 10, and then all that are left: where people look."""
 
@@ -53,6 +58,7 @@ def check(dut: RunData, baseline: RunData) -> AxisReport:
             found = _tokens(step, *pair)
             if found:
                 findings.append(found)
+    findings += _tokenizers(dut, baseline)
     hashes = [run.provenance_hash("data_hash") for run in (dut, baseline)]
     if not findings and None not in hashes and hashes[0] != hashes[1]:
         findings.append(
@@ -100,6 +106,50 @@ def _tokens(step: int, ours: BatchRecord, theirs: BatchRecord) -> Finding | None
                 f"{b[at : at + 1].tolist()} → {a[at : at + 1].tolist()}",
             )
     return None
+
+
+def _tokenizers(dut: RunData, baseline: RunData) -> list[Finding]:
+    """What differs in the tokenizers that the two configurations name, where both folders are there."""
+    folders = [run.config.get(_TOKENIZER) or run.config.get(_MODEL) for run in (dut, baseline)]
+    if None in folders or not all(Path(str(folder)).is_dir() for folder in folders):
+        return []
+    findings = []
+    for cause, read in (("another chat template", _chat_template), ("another vocabulary", _vocabulary)):
+        ours, theirs = (read(Path(str(folder))) for folder in folders)
+        if ours is not None and theirs is not None and ours != theirs:
+            length = min(len(ours), len(theirs))
+            at = next((i for i in range(length) if ours[i] != theirs[i]), length)
+            evidence = f"from character {at} on: {theirs[at : at + 40]!r} → {ours[at : at + 40]!r}"
+            findings.append(Finding(axis=AXIS, cause=cause, evidence=evidence, weight=2))
+    return findings
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The template as a file of its own, or within the tokenizer's configuration."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = _json(folder / "tokenizer_config.json").get("chat_template")
+    return None if found is None else found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+
+
+def _vocabulary(folder: Path) -> str | None:
+    """Tokens, merges and added tokens; how a release of tokenizers writes them down is left out."""
+    found = _json(folder / "tokenizer.json")
+    if not found:
+        return None
+    model = found.get("model") or {}
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model.get("merges") or ()]
+    added = [(token.get("id"), token.get("content")) for token in found.get("added_tokens") or ()]
+    return json.dumps([model.get("vocab"), merges, added], sort_keys=True, ensure_ascii=False)
+
+
+def _json(path: Path) -> dict:
+    try:
+        found = read_json(path)
+    except InputError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _prompt(batch: BatchRecord, row: int) -> np.ndarray:

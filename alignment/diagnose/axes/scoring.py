@@ -8,6 +8,7 @@ import numpy as np
 
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.run_stages import RunData, StageVerdict
+from alignment.diagnose.sample_pairs import SamplePairs
 from alignment.errors import InputError
 from alignment.numerics.verdict import Outcome
 from alignment.rl.batch_record import BatchRecord
@@ -15,18 +16,22 @@ from alignment.rl.config import TrainConfig, unflatten
 
 AXIS = AXES[5]
 SHOWN = 3
+LISTED = 20
+"""Responses with two scores that are listed one by one."""
 _ROUNDOFF = float(np.finfo(np.float32).eps) / 2
 
 
 def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> AxisReport:
     """Responses that are scored differently: by the two runs, and by this package's scorer where it can be asked."""
     findings: list[Finding] = []
+    listed: list[str] = []
     judged = [stage for stage in stages if stage.stage == "reward" and stage.outcome is not Outcome.INCONCLUSIVE]
     parted = next((stage for stage in judged if stage.outcome is Outcome.FAIL), None)
     if parted is not None:
         findings.append(
             Finding(axis=AXIS, cause="one text, two scores", evidence=f"step {parted.step}: {parted.reason}", weight=4)
         )
+        listed = scored_differently(dut, baseline, parted.step)
     compared = [f"equal responses have equal scores in {len(judged)} steps"] if judged else []
     for run, whose in ((dut, "the run"), (baseline, "the baseline")):
         told = rescored(run)
@@ -36,8 +41,35 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> Ax
         elif told is not None:
             compared.append(f"every recorded score of {whose} is the scorer's")
     return report(
-        AXIS, findings, compared="; ".join(compared), unseen="" if compared else "no scored responses of both runs"
+        AXIS,
+        findings,
+        compared="; ".join(compared),
+        unseen="" if compared else "no scored responses of both runs",
+        remarks=listed,
     )
+
+
+def scored_differently(dut: RunData, baseline: RunData, step: int) -> list[str]:
+    """Responses of a step that are equal in both runs and have two scores, with both, the first :data:`LISTED`."""
+    batches = [run.batch(step) for run in (baseline, dut)]
+    found: list[str] = []
+    if None not in batches:
+        pair = SamplePairs(*batches)
+        scores = [batch.tensors["token_level_scores"].astype(np.float64).sum(1) for batch in batches]
+        for place in np.flatnonzero(pair.same).tolist():
+            (i, j), (prompt, sample) = pair.rows[place], pair.names[place]
+            if scores[0][i] != scores[1][j]:
+                found.append(f"prompt {prompt}, sample {sample}: {scores[0][i]:g} → {scores[1][j]:g}")
+    else:
+        theirs, ours = (
+            {(str(row["input"]), str(row["output"])): float(row["score"]) for row in run.texts.get(step, ())}
+            for run in (baseline, dut)
+        )
+        for prompt, text in sorted(theirs.keys() & ours.keys()):
+            if theirs[prompt, text] != ours[prompt, text]:
+                found.append(f"{text!r}: {theirs[prompt, text]:g} → {ours[prompt, text]:g}")
+    more = [f"and {len(found) - LISTED} more"] if len(found) > LISTED else []
+    return found[:LISTED] + more
 
 
 def rescored(run: RunData) -> list[str] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from alignment.bisect.constraints import load_constraints
 from alignment.bisect.known_bad import known_bad_of
@@ -12,11 +14,12 @@ from alignment.diagnose.axes import AXES, AxisReport, Finding, report
 from alignment.diagnose.run_stages import RunData, StageVerdict
 from alignment.errors import InputError
 from alignment.files import read_json
-from alignment.numerics.verdict import Outcome
+from alignment.numerics.verdict import Outcome, Verdict
 
 AXIS = AXES[3]
 STACK = "stack.yaml"
 TESTED = "communication.json"
+OPERATORS = "operators.json"
 CONVICTED = "communication is wrong"
 _MEGATRON = "actor_rollout_ref.actor.megatron."
 _SIZES = (
@@ -41,7 +44,8 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
     ours, theirs = (_stack(run.directory) for run in (dut, baseline))
     findings, tested = _tested(dut.directory)
     convicted = bool(findings)
-    remarks: list[str] = []
+    operators, judged_operators, remarks = _operators(dut.directory)
+    findings += operators
     bisect = ""
     if ours is not None:
         broken = load_constraints().violation(ours)
@@ -61,14 +65,20 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
                 f"alignment bisect run --good {baseline.directory / STACK} --bad {dut.directory / STACK} --probe CHECK"
             )
     parted = next((stage for stage in stages if stage.outcome is Outcome.FAIL), None)
-    if parted is not None and not explained and not convicted:
+    if parted is not None and not explained and not convicted and not operators:
         findings.append(_computed(parted, dut, baseline, bisect))
     judged = [stage for stage in stages if stage.outcome is not Outcome.INCONCLUSIVE]
     compared = f"{len(judged)} stages of {len({s.step for s in judged})} steps agree" if judged else "the stacks agree"
+    if judged_operators:
+        compared += f"; {judged_operators} operators are within their budgets"
     if tested:
         compared += f"; communication was tested: {tested}"
     both = ours is not None and theirs is not None
-    unseen = "" if both or judged or tested else "one stack at most was recorded, and no stage could be compared"
+    unseen = (
+        ""
+        if both or judged or tested or judged_operators
+        else "one stack at most was recorded, and no stage could be compared"
+    )
     return report(
         AXIS,
         findings,
@@ -80,11 +90,57 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], *, ex
                 None,
                 (
                     bisect or "alignment bisect freeze -o RUN/stack.yaml in the environment of each run",
+                    "" if judged_operators or operators else f"alignment run --only unit --json > RUN/{OPERATORS}",
                     communication_command(dut) if dut.world_size > 1 and not tested and not convicted else "",
                 ),
             )
         ),
     )
+
+
+def _operators(directory: Path) -> tuple[list[Finding], int, list[str]]:
+    """What ``alignment run --only unit --json`` found against the baselines, worst operator first; how many passed.
+
+    Raises:
+        InputError: the file is no such answer.
+    """
+    path = directory / OPERATORS
+    if not path.is_file():
+        return [], 0, []
+    told = read_json(path)
+    try:
+        verdicts = [Verdict.from_dict(_with_numbers(verdict)) for verdict in told["verdicts"]]
+    except (KeyError, TypeError, ValueError):
+        raise InputError(
+            "not an answer of alignment run", where=path, next_step=f"alignment run --only unit --json > {path}"
+        ) from None
+    wrong = sorted((v for v in verdicts if v.outcome is Outcome.FAIL), key=_budgets_used, reverse=True)
+    lines = [f"{v.check} ({v.subject}): {_budgets_used(v):.3g} budgets used" for v in wrong]
+    if not wrong:
+        return [], sum(v.outcome is Outcome.PASS for v in verdicts), []
+    worst = wrong[0]
+    finding = Finding(
+        axis=AXIS,
+        cause=f"the operator {worst.check} computes differently",
+        evidence=f"{worst.reason}; {len(wrong)} operators are outside their budgets, this one by most",
+        weight=4,
+        next_command=worst.next_command or f"alignment run --only unit --subject {worst.subject}",
+    )
+    return [finding], 0, lines[1:]
+
+
+def _with_numbers(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinities: they are spelled as words there."""
+    measures = [
+        {key: float(value) if key in ("value", "bound") and value is not None else value for key, value in m.items()}
+        for m in verdict.get("measures", ())
+    ]
+    return {**verdict, "measures": measures}
+
+
+def _budgets_used(verdict: Verdict) -> float:
+    used = verdict.worst.used if verdict.worst is not None else None
+    return math.inf if used is None or math.isnan(used) else used
 
 
 def communication_command(run: RunData) -> str:

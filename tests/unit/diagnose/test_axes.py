@@ -1,0 +1,191 @@
+"""What the axes read beside two runs: operators, tokenizers, listed scores, and the text that verl dumps."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from alignment.diagnose.axes import data, scoring, software
+from alignment.diagnose.garbled import find_garbled
+from alignment.diagnose.run_data import RunData
+from alignment.diagnose.run_stages import StageVerdict
+from alignment.errors import InputError
+from alignment.numerics.verdict import Measure, Outcome, Verdict
+from alignment.report.run_directory import finite
+from alignment.rl.batch_record import BatchRecord, batch_path, write_batch
+
+
+def a_run(directory, *, engine="alignment", metrics=None, texts=None, **config) -> RunData:
+    directory.mkdir(exist_ok=True)
+    return RunData(directory, engine, "npu", metrics or {1: {"actor/loss": 0.5}}, config, texts=texts or {})
+
+
+# --- axis 4: operators -----------------------------------------------------------------------------------------------
+
+
+def operators(directory, **errors: float) -> None:
+    """``alignment run --only unit --json`` of operators with a bound of 1."""
+    verdicts = [
+        Verdict(
+            check=f"unit/{name}",
+            layer="unit",
+            stage="operator",
+            subject="torch_npu",
+            device="npu",
+            outcome=Outcome.PASS if error <= 1 else Outcome.FAIL,
+            reason=f"{name} is off",
+            measures=(Measure(name="relative L2", value=error, bound=1.0),),
+        )
+        for name, error in errors.items()
+    ]
+    directory.mkdir(exist_ok=True)
+    told = {"verdicts": [finite(v.to_dict()) for v in verdicts]}
+    (directory / software.OPERATORS).write_text(json.dumps(told))
+
+
+def test_the_worst_operator_comes_first_and_the_others_are_listed(tmp_path):
+    operators(tmp_path / "a", softmax=3.0, attention=float("inf"), norm=0.5, rope=7.0)
+    report = software.check(a_run(tmp_path / "a"), a_run(tmp_path / "b"), [], explained=False)
+    (finding,) = report.findings
+    assert finding.cause == "the operator unit/attention computes differently"
+    assert finding.evidence == "attention is off; 3 operators are outside their budgets, this one by most"
+    assert [line.partition(" ")[0] for line in report.remarks] == ["unit/rope", "unit/softmax"]
+
+
+def test_operators_within_their_budgets_are_a_pass_and_not_asked_for_again(tmp_path):
+    operators(tmp_path / "a", softmax=1.0, norm=0.5)
+    report = software.check(a_run(tmp_path / "a"), a_run(tmp_path / "b"), [], explained=False)
+    assert report.outcome is Outcome.PASS and "2 operators are within their budgets" in report.reason
+    assert "alignment run --only unit" not in report.next_command
+
+
+def test_without_an_operator_test_the_command_is_given(tmp_path):
+    report = software.check(a_run(tmp_path / "a"), a_run(tmp_path / "b"), [], explained=False)
+    assert "alignment run --only unit --json > RUN/operators.json" in report.next_command
+
+
+def test_a_stage_that_parts_is_laid_at_the_operator(tmp_path):
+    operators(tmp_path / "a", softmax=3.0)
+    parted = StageVerdict(step=1, stage="old_log_prob", outcome=Outcome.FAIL, reason="log-probs differ")
+    report = software.check(a_run(tmp_path / "a"), a_run(tmp_path / "b"), [parted], explained=False)
+    assert [finding.cause for finding in report.findings] == ["the operator unit/softmax computes differently"]
+
+
+def test_a_file_that_is_no_operator_test_is_refused(tmp_path):
+    run = a_run(tmp_path / "a")
+    (tmp_path / "a" / software.OPERATORS).write_text(json.dumps({"verdicts": [{"check": "x"}]}))
+    with pytest.raises(InputError, match="not an answer of alignment run"):
+        software.check(run, run, [], explained=False)
+
+
+# --- axis 2: tokenizers ----------------------------------------------------------------------------------------------
+
+
+def tokenizer(directory, *, template="{{ messages }}", vocabulary=("a", "b"), own_file=False):
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": list(vocabulary)}}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({} if own_file else {"chat_template": template}))
+    if own_file:
+        (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def compared(tmp_path, ours, theirs):
+    runs = []
+    tmp_path.mkdir(exist_ok=True)
+    for name, folder in (("dut", ours), ("baseline", theirs)):
+        texts = {1: [{"input": "1 + 1 =", "output": "2", "score": 1.0}]}
+        config = {"actor_rollout_ref.model.path": str(folder)}
+        runs.append(a_run(tmp_path / name, engine="verl", texts=texts, **config))
+    return data.check(*runs)
+
+
+def test_equal_tokenizers_are_no_finding_wherever_their_template_lies(tmp_path):
+    report = compared(tmp_path, tokenizer(tmp_path / "a"), tokenizer(tmp_path / "b", own_file=True))
+    assert report.outcome is Outcome.PASS
+
+
+def test_another_way_to_write_merges_down_is_no_other_vocabulary(tmp_path):
+    folders = [tokenizer(tmp_path / name) for name in ("a", "b")]
+    for folder, merge in zip(folders, ("a b", ["a", "b"])):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ["a"], "merges": [merge]}}))
+    assert compared(tmp_path / "runs", *folders).outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize(
+    "changes, cause, evidence",
+    [
+        ({"template": "{{ message }}"}, "another chat template", "from character 10 on: 's }}' → ' }}'"),
+        ({"vocabulary": ("a", "c")}, "another vocabulary", "'b"),
+    ],
+)
+def test_what_differs_in_a_tokenizer_is_named(tmp_path, changes, cause, evidence):
+    report = compared(tmp_path, tokenizer(tmp_path / "a", **changes), tokenizer(tmp_path / "b"))
+    (finding,) = report.findings
+    assert finding.cause == cause and evidence in finding.evidence
+
+
+# --- axis 6: scores, listed ------------------------------------------------------------------------------------------
+
+
+def scored(directory, scores) -> RunData:
+    count = len(scores)
+    tensors = {
+        "responses": np.arange(count, dtype=np.int64)[:, None] + 5,
+        "response_mask": np.ones((count, 1), np.int64),
+        "token_level_scores": np.array(scores, np.float32)[:, None],
+    }
+    names = [f"p{i}" for i in range(count)]
+    run = a_run(directory)
+    write_batch(batch_path(directory, 1), BatchRecord(step=1, tensors=tensors, prompt_ids=names, samples=[0] * count))
+    return run
+
+
+PARTED = StageVerdict(step=1, stage="reward", outcome=Outcome.FAIL, reason="two scores for one text")
+
+
+def test_responses_with_two_scores_are_listed(tmp_path):
+    runs = scored(tmp_path / "a", [0.0, 1.0, 1.0]), scored(tmp_path / "b", [1.0, 1.0, 0.0])
+    report = scoring.check(*runs, [PARTED])
+    assert report.remarks == ("prompt p0, sample 0: 1 → 0", "prompt p2, sample 0: 0 → 1")
+
+
+def test_the_list_ends_and_says_how_many_more(tmp_path):
+    count = scoring.LISTED + 3
+    runs = scored(tmp_path / "a", [0.0] * count), scored(tmp_path / "b", [1.0] * count)
+    report = scoring.check(*runs, [PARTED])
+    assert len(report.remarks) == scoring.LISTED + 1 and report.remarks[-1] == "and 3 more"
+
+
+def test_text_with_two_scores_is_listed_for_verl(tmp_path):
+    runs = [
+        a_run(tmp_path / name, engine="verl", texts={1: [{"input": "q", "output": "The answer", "score": score}]})
+        for name, score in (("a", 0.0), ("b", 1.0))
+    ]
+    assert scoring.check(*runs, [PARTED]).remarks == ("'The answer': 1 → 0",)
+
+
+# --- garbled text that verl dumped -----------------------------------------------------------------------------------
+
+
+def dumped(directory, output: str) -> RunData:
+    rows = [{"input": f"question {i}", "output": output, "score": 0.0} for i in range(4)]
+    return a_run(directory, engine="verl", texts={1: rows})
+
+
+GOOD = "First 17 + 25 is 42, then half of that is 21, so the answer is 21."
+
+
+@pytest.mark.parametrize(
+    "output, reason", [("the the " * 200, "repeats itself"), ("\ufffd\x00ab" * 20, "is no language"), (GOOD, None)]
+)
+def test_dumped_text_is_looked_at(tmp_path, output, reason):
+    found = find_garbled(dumped(tmp_path / "a", output), dumped(tmp_path / "b", GOOD))
+    assert (found is None) if reason is None else (reason in found.reason and found.step == 1)
+
+
+def test_a_baseline_that_is_garbled_too_is_no_finding(tmp_path):
+    both = [dumped(tmp_path / name, "the the " * 200) for name in ("a", "b")]
+    assert find_garbled(*both) is None
