@@ -15,7 +15,7 @@ from alignment.diagnose.module_graph import ModuleGraph, Pair
 from alignment.diagnose.names import NameMap, matches_any, no_common_names
 from alignment.diagnose.noise import NoiseModel
 from alignment.diagnose.pairing import Pairing, Unpaired, pair_rows
-from alignment.diagnose.shards import whole_rows
+from alignment.diagnose.shards import same_layout, whole_rows
 from alignment.errors import InputError
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
 
@@ -274,7 +274,7 @@ def _ranks(golden: CaptureReader, target: CaptureReader, step: int, stage: str, 
     if len(mine) == len(theirs) == 1:
         yield step, stage, None, list(golden.rows(step, stage, mine[0])), list(target.rows(step, other, theirs[0]))
         return
-    if mine == theirs:
+    if mine == theirs and same_layout(golden.rows(step, stage, mine[0]), target.rows(step, other, mine[0])):
         for rank in mine:
             first, second = list(golden.rows(step, stage, rank)), list(target.rows(step, other, rank))
             yield step, stage, rank, first, second

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from alignment.capture.record import TensorRow
+from alignment.capture.record import Shard, TensorRow
 from alignment.diagnose.pairing import merged
 from alignment.errors import InputError
+
+
+def same_layout(golden: Iterable[TensorRow], target: Iterable[TensorRow]) -> bool:
+    """Whether one rank of both captures holds the same part: as many ranks can cut tensors or samples otherwise."""
+    return _part(golden) == _part(target)
+
+
+def _part(rows: Iterable[TensorRow]) -> tuple[set[Shard], set[str]]:
+    shards, keys = set(), set()
+    for row in rows:
+        if row.shard is not None and row.kind == "module":
+            shards.add(row.shard)
+        if row.by_key:
+            keys.update(row.keys)
+    return shards, keys
 
 
 def whole_rows(ranks: Sequence[Sequence[TensorRow]], *, where: object) -> list[TensorRow]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from comparison_rows import LAYERS, TOKENS, WIDTH, MemoryCapture, Recorder, chain, renamed, row, statistics_of, weights
 
 from alignment.capture.record import Shard
@@ -307,6 +308,38 @@ def test_other_rank_counts_are_compared_by_their_shards(detail, wrong):
         assert found.first is None
     with pytest.raises(InputError, match="do not hold the whole tensor"):
         compare(golden, MemoryCapture({0: {"train": {1: ranks[1], 2: ranks[1]}}}))
+
+
+@pytest.mark.parametrize("wrong", (False, True))
+def test_as_many_ranks_that_cut_otherwise_are_compared_as_wholes(wrong):
+    """Two data parallel ranks with half of the samples each, two tensor parallel ones with half of the features."""
+    from alignment.capture.reduction import Reducer
+    from alignment.capture.samples import Samples
+
+    x = np.random.Generator(np.random.Philox(1)).standard_normal((4, 6, WIDTH)).astype(np.float32)
+    keys = tuple(f"{i:016x}" for i in (7 << 60, 5 << 50, 3 << 55, 9 << 52))
+
+    def side(kind):
+        ranks = {}
+        for rank in range(2):
+            half = slice(2 * rank, 2 * rank + 2)
+            if kind == "samples":
+                part, held, shard = x[half], keys[half], None
+            else:
+                start = rank * WIDTH // 2
+                part, held = x[..., start : start + WIDTH // 2], keys
+                part = part[..., ::-1].copy() if wrong and rank else part
+                shard = Shard(dim=2, start=start, length=WIDTH // 2, whole=WIDTH)
+            reducer = Reducer(sketch_size=64)
+            reducer.samples = Samples(keys=held, bounds=((0, 6),) * len(held), shape=(len(held), 6))
+            reducer.add(torch.from_numpy(np.ascontiguousarray(part)), shard=shard)
+            sketch = reducer.results()[2]()[0]
+            made = row("layer", part, shard=shard, keys=held, by_key=True, bounds=reducer.samples.bounds, tokens=6)
+            ranks[rank] = [replace(made, load_sketch=lambda s=sketch: s)]
+        return MemoryCapture({0: {"train": ranks}})
+
+    stage = compare(side("samples"), side("features")).stages[0]
+    assert stage.rank is None and stage.aligned is not wrong
 
 
 @pytest.mark.parametrize("detail", ("statistics", "tensor"))
