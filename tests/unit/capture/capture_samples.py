@@ -198,19 +198,21 @@ def tensors(root: Path) -> Path:
 
 
 def own(root: Path) -> Path:
-    """This suite's own format: one row with everything."""
+    """This suite's own format: a row with a sketch per sample and one with a sketch of all, and settings."""
     write_about(root, {"level": "L0", "detail": "tensor", "sketch_size": 4, "stage_order": ["update_actor"]})
     columns = RowColumns()
     values = np.arange(6, dtype="<f4").reshape(2, 3)
     part = write_part(root, 1, "update_actor", 0, 0, {"t0": ("float32", values.shape, values)})
-    columns.append(
-        module="layers.0", class_name="Linear", kind="module", direction="forward", call=0, role="output",
-        path="output", order=0, parent="", dtype="float32", shape=(2, 3), shard=(0, 0, 2, 4), keys=0, statistics=0, sketch=0,
-        sketch_count=2, tensor="0/t0",
-    )  # fmt: skip
+    for role, sketches in (("input", 2), ("output", -1)):
+        columns.append(
+            module="layers.0", class_name="Linear", kind="module", direction="forward", call=0, role=role,
+            path="output", order=0, parent="", dtype="float32", shape=(2, 3), shard=(0, 0, 2, 4), keys=0,
+            statistics=0, sketch=0, sketch_count=sketches, tensor="0/t0",
+        )  # fmt: skip
     write_rows(
         root, 1, "update_actor", 0, columns, statistics=np.array([[5.0, 0, 2.5, 7.4, 0, 0, 6]]),
-        sketches=np.ones((2, 4), "<f4"), key_groups=[["k0", "k1"]], parts=[part],
+        sketches=np.ones((2, 4), "<f4"), key_groups=[["k0", "k1"]], key_bounds=[((2, 3), ((0, 3), (1, 3)))],
+        parts=[part], settings={"layers.0": ("Linear", {"eps": 1e-6, "act_fn": "silu()", "top_k": 2})},
     )  # fmt: skip
     return root
 
