@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from alignment.numerics.verdict import Outcome
+from alignment.errors import InputError
+from alignment.files import read_json
+from alignment.numerics.verdict import Outcome, Verdict
 
 AXES = ("hyper-parameters", "data", "hardware", "software stack", "model and weights", "scoring")
 """In the order in which the method checks them."""
@@ -58,3 +62,29 @@ def report(
     return AxisReport(
         axis=axis, outcome=outcome, reason=reason, findings=ordered, remarks=tuple(remarks), next_command=command
     )
+
+
+def read_answer(path: Path, *, command: str) -> list[Verdict]:
+    """The verdicts of ``command``'s JSON where a run's folder has it; none where it has not.
+
+    Raises:
+        InputError: the file is no such answer.
+    """
+    if not path.is_file():
+        return []
+    told = read_json(path)
+    try:
+        return [Verdict.from_dict(_with_numbers(verdict)) for verdict in told["verdicts"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InputError(
+            f"not an answer of {' '.join(command.split()[:2])}", where=path, next_step=f"{command} > {path}"
+        ) from None
+
+
+def _with_numbers(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinities: they are spelled as words there."""
+    measures = [
+        {key: float(value) if key in ("value", "bound") and value is not None else value for key, value in m.items()}
+        for m in verdict.get("measures", ())
+    ]
+    return {**verdict, "measures": measures}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from alignment.bisect.constraints import load_constraints
 from alignment.bisect.known_bad import known_bad_of
 from alignment.bisect.stack import Stack, load_stack
-from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.axes import AXES, AxisReport, Finding, read_answer, report
 from alignment.diagnose.run_stages import RunData, StageVerdict
-from alignment.errors import InputError
-from alignment.files import read_json
 from alignment.numerics.verdict import Outcome, Verdict
 
 AXIS = AXES[3]
@@ -104,16 +101,7 @@ def _operators(directory: Path) -> tuple[list[Finding], int, list[str]]:
     Raises:
         InputError: the file is no such answer.
     """
-    path = directory / OPERATORS
-    if not path.is_file():
-        return [], 0, []
-    told = read_json(path)
-    try:
-        verdicts = [Verdict.from_dict(_with_numbers(verdict)) for verdict in told["verdicts"]]
-    except (KeyError, TypeError, ValueError):
-        raise InputError(
-            "not an answer of alignment run", where=path, next_step=f"alignment run --only unit --json > {path}"
-        ) from None
+    verdicts = read_answer(directory / OPERATORS, command="alignment run --only unit --json")
     wrong = sorted((v for v in verdicts if v.outcome is Outcome.FAIL), key=_budgets_used, reverse=True)
     lines = [f"{v.check} ({v.subject}): {_budgets_used(v):.3g} budgets used" for v in wrong]
     if not wrong:
@@ -127,15 +115,6 @@ def _operators(directory: Path) -> tuple[list[Finding], int, list[str]]:
         next_command=worst.next_command or f"alignment run --only unit --subject {worst.subject}",
     )
     return [finding], 0, lines[1:]
-
-
-def _with_numbers(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities: they are spelled as words there."""
-    measures = [
-        {key: float(value) if key in ("value", "bound") and value is not None else value for key, value in m.items()}
-        for m in verdict.get("measures", ())
-    ]
-    return {**verdict, "measures": measures}
 
 
 def _budgets_used(verdict: Verdict) -> float:
@@ -165,32 +144,20 @@ def _tested(directory: Path) -> tuple[list[Finding], str]:
     Raises:
         InputError: the file is no such answer.
     """
-    path = directory / TESTED
-    if not path.is_file():
-        return [], ""
-    told = read_json(path)
-    verdicts = told.get("verdicts") if isinstance(told, Mapping) else None
-    if not isinstance(verdicts, list) or not all(
-        isinstance(v, Mapping) and {"check", "outcome", "reason"} <= v.keys() for v in verdicts
-    ):
-        raise InputError(
-            "not an answer of alignment communication",
-            where=path,
-            next_step=f"alignment communication --run {directory} --json > {path}",
-        )
+    verdicts = read_answer(directory / TESTED, command=f"alignment communication --run {directory} --json")
     findings = [
         Finding(
             axis=AXIS,
             cause=CONVICTED,
-            evidence=str(verdict["reason"]),
+            evidence=verdict.reason,
             # A collective by name says more than a sum that is off.
-            weight=6 if verdict["check"].endswith("collectives") else 5,
-            next_command=str(verdict.get("next_command") or ""),
+            weight=6 if verdict.check.endswith("collectives") else 5,
+            next_command=verdict.next_command or "",
         )
         for verdict in verdicts
-        if verdict["outcome"] == Outcome.FAIL.value
+        if verdict.outcome is Outcome.FAIL
     ]
-    passed = [str(v["check"]).removeprefix("communication/") for v in verdicts if v["outcome"] == Outcome.PASS.value]
+    passed = [v.check.removeprefix("communication/") for v in verdicts if v.outcome is Outcome.PASS]
     return findings, ", ".join(passed)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.axes import AXES, AxisReport, Finding, read_answer, report
 from alignment.diagnose.garbled import Garbled
 from alignment.diagnose.run_stages import RunData, StageVerdict
+from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.numerics.verdict import Outcome
 
 AXIS = AXES[4]
+_ACTOR = "actor_rollout_ref.actor."
 _MODEL = "actor_rollout_ref.model.path"
 _BOOKKEEPING = (
     "_name_or_path",
@@ -25,11 +28,17 @@ _BOOKKEEPING = (
     "auto_map",
     "use_cache",
 )
-SYNC = "pytest tests/e2e/test_weight_sync.py, or alignment run --only weight_sync"
+WEIGHTS = "weights.json"
+SYNC = f"alignment run --only weight_sync --json > RUN/{WEIGHTS}, or pytest tests/e2e/test_weight_sync.py"
+WHOLE = 1 << 30
+"""Bytes of a checkpoint up to which its values go through a conversion, and not only its names and shapes."""
 
 
 def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbled: Garbled | None) -> AxisReport:
-    """Garbled text first (it is a symptom of wrong weights), then the configuration, the tensors, and their sync."""
+    """Garbled text first (it is a symptom of wrong weights), then the configuration, the tensors, the conversion to the
+    layout of the run and back, and what the engines hold after a sync (``weights.json``, the answer of ``alignment run
+    --only weight_sync --json`` in the run's folder).
+    """
     findings: list[Finding] = []
     compared = []
     if garbled is not None:
@@ -47,6 +56,9 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbl
         findings += _config(*folders)
         findings += _tensors(*folders)
         compared.append("configuration and tensors of the first weights agree")
+        lost, told = _round_trip(dut, folders[0])
+        findings += lost
+        compared += told
     else:
         hashes = [run.provenance_hash("model_hash") for run in (dut, baseline)]
         if None not in hashes:
@@ -58,6 +70,21 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbl
     parted = next((stage for stage in stages if stage.outcome is Outcome.FAIL), None)
     if parted is not None and parted.stage == "weight_sync":
         findings.append(Finding(axis=AXIS, cause="weight sync", evidence=parted.reason, weight=4, next_command=SYNC))
+    held = read_answer(dut.directory / WEIGHTS, command="alignment run --only weight_sync --json")
+    for verdict in held:
+        if verdict.outcome is Outcome.FAIL:
+            where = f" ({verdict.where})" if verdict.where else ""
+            findings.append(
+                Finding(
+                    axis=AXIS,
+                    cause=f"what the engine holds: {verdict.check}",
+                    evidence=f"{verdict.reason}{where}",
+                    weight=4,
+                    next_command=verdict.next_command or SYNC,
+                )
+            )
+    if held and all(verdict.outcome is Outcome.PASS for verdict in held):
+        compared.append(f"{len(held)} checks of what the engines hold after a sync pass")
     synced = [stage for stage in stages if stage.stage == "weight_sync"]
     if synced:
         compared.append(f"{len(synced)} weight syncs leave engine and trainer as close as the baseline's")
@@ -66,7 +93,68 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbl
         findings,
         compared="; ".join(compared),
         unseen="" if compared else "neither checkpoints nor hashes nor log-probs of both runs are there",
+        next_command="" if held else SYNC,
     )
+
+
+def _round_trip(run: RunData, folder: Path) -> tuple[list[Finding], list[str]]:
+    """The checkpoint, cut for every rank of the run's megatron layout and put together again.
+
+    Values are compared up to :data:`WHOLE` bytes, names and shapes always. Nothing where the run has no such layout.
+    """
+    from alignment.weights.checkpoint import expected_shapes, iter_tensors, load_config
+    from alignment.weights.megatron_layout import fetch_from, local_parameters, places, to_hugging_face, to_megatron
+
+    sizes = _layout(run)
+    if sizes is None:
+        return [], []
+    try:
+        config = load_config(folder)
+        sizes.check(config)
+        wanted = expected_shapes(config)
+        whole = sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= WHOLE
+        held = {
+            name: tensor
+            for name, tensor in (iter_tensors(folder) if whole else _on_no_device(folder))
+            if name in wanted
+        }
+        states = {
+            place: {(local.chunk, local.name): part for local, part in to_megatron(config, sizes, place, held.items())}
+            for place in places(sizes)
+        }
+        back = dict(to_hugging_face(config, fetch_from(config, sizes, states)))
+    except InputError as error:
+        return [Finding(axis=AXIS, cause="the conversion to the layout of the run", evidence=str(error), weight=4)], []
+    names = sorted(held.keys() ^ back.keys())
+    odd = names or [n for n in held if held[n].shape != back[n].shape or whole and not _equal(held[n], back[n])]
+    if odd:
+        evidence = f"{odd[0]} does not come back ({len(odd)} such)"
+        return [Finding(axis=AXIS, cause="the conversion to the layout of the run", evidence=evidence, weight=4)], []
+    ranks = sum(1 for place in states if list(local_parameters(config, sizes, place)))
+    what = "bit for bit" if whole else "in names and shapes"
+    return [], [f"{len(held)} tensors come back {what} from the parts of {ranks} ranks"]
+
+
+def _layout(run: RunData):
+    """The parallel sizes of a run on megatron-core, None for any other."""
+    from alignment.weights.megatron_layout import ParallelSizes
+
+    engine = run.config.get("engine.train") if run.engine == "alignment" else run.config.get(f"{_ACTOR}strategy")
+    if engine != "megatron":
+        return None
+    names = [field.name for field in dataclasses.fields(ParallelSizes)]
+    found = {}
+    for name in names:
+        for prefix in (f"{_ACTOR}megatron.", f"{_ACTOR}megatron.override_transformer_config."):
+            value = run.config.get(prefix + name)
+            if value is not None:
+                found[name] = int(value)
+    return ParallelSizes(**found)
+
+
+def _on_no_device(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for name, (shape, _) in _shapes(folder):
+        yield name, torch.empty(shape, device="meta")
 
 
 def _config(ours: Path, theirs: Path) -> list[Finding]:

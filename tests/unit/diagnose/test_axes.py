@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from alignment.diagnose.axes import data, scoring, software
+from alignment.diagnose.axes import data, scoring, software, structure
 from alignment.diagnose.garbled import find_garbled
 from alignment.diagnose.run_data import RunData
 from alignment.diagnose.run_stages import StageVerdict
@@ -189,3 +189,83 @@ def test_dumped_text_is_looked_at(tmp_path, output, reason):
 def test_a_baseline_that_is_garbled_too_is_no_finding(tmp_path):
     both = [dumped(tmp_path / name, "the the " * 200) for name in ("a", "b")]
     assert find_garbled(*both) is None
+
+
+# --- axis 5: conversion, and what the engines hold -------------------------------------------------------------------
+
+
+ACTOR = "actor_rollout_ref.actor.megatron."
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from alignment.models.causal_lm import CausalLM
+    from alignment.models.config import preset
+    from alignment.weights.checkpoint import save_checkpoint
+
+    config = preset("tiny-deepseek")
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    save_checkpoint(folder, config, CausalLM(config).init_weights(1).state_dict())
+    return folder
+
+
+def structured(tmp_path, checkpoint, **sizes: int):
+    config = {"engine.train": "megatron", "actor_rollout_ref.model.path": str(checkpoint)}
+    config |= {ACTOR + name: size for name, size in sizes.items()}
+    runs = [a_run(tmp_path / name, **config) for name in ("dut", "baseline")]
+    return structure.check(*runs, [], None)
+
+
+SIZES = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
+
+@pytest.mark.parametrize("whole, how", [(structure.WHOLE, "bit for bit"), (0, "in names and shapes")])
+def test_a_checkpoint_comes_back_from_the_layout_of_the_run(tmp_path, checkpoint, monkeypatch, whole, how):
+    monkeypatch.setattr(structure, "WHOLE", whole)
+    report = structured(tmp_path, checkpoint, **SIZES)
+    assert report.outcome is Outcome.PASS and f"tensors come back {how} from the parts of 4 ranks" in report.reason
+
+
+def test_a_conversion_that_loses_a_tensor_is_named(tmp_path, checkpoint, monkeypatch):
+    """Gate and up projection are joined the wrong way round."""
+    from alignment.weights import megatron_layout
+
+    honest = megatron_layout.unshard
+
+    def swapped(parameter, shards):
+        found = list(honest(parameter, shards))
+        names = [name for name, _ in found][::-1]
+        yield from zip(names, (tensor for _, tensor in found))
+
+    monkeypatch.setattr(megatron_layout, "unshard", swapped)
+    report = structured(tmp_path, checkpoint, **SIZES)
+    assert report.findings[0].cause == "the conversion to the layout of the run"
+    assert "proj.weight does not come back" in report.findings[0].evidence
+
+
+def test_sizes_that_do_not_fit_the_model_are_named(tmp_path, checkpoint):
+    report = structured(tmp_path, checkpoint, tensor_model_parallel_size=3)
+    assert report.findings[0].cause == "the conversion to the layout of the run"
+    assert "a divisor of num_attention_heads" in report.findings[0].evidence
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PASS, Outcome.FAIL])
+def test_what_the_engines_hold_is_read(tmp_path, checkpoint, outcome):
+    verdict = Verdict(
+        check="weight_sync.derived", layer="e2e", stage="weight_sync", subject="golden", device="npu",
+        outcome=outcome, reason="w_uv is not that of kv_b_proj",
+    )  # fmt: skip
+    (tmp_path / "dut").mkdir()
+    (tmp_path / "dut" / structure.WEIGHTS).write_text(json.dumps({"verdicts": [verdict.to_dict()]}))
+    report = structured(tmp_path, checkpoint)
+    assert report.outcome is outcome
+    if outcome is Outcome.FAIL:
+        assert report.findings[0].cause == "what the engine holds: weight_sync.derived"
+        assert "w_uv is not that of kv_b_proj" in report.findings[0].evidence
+    else:
+        assert "1 checks of what the engines hold after a sync pass" in report.reason
+        assert report.next_command == ""
+
+
+def test_without_a_look_at_the_engines_the_command_is_given(tmp_path, checkpoint):
+    assert "alignment run --only weight_sync --json > RUN/weights.json" in structured(tmp_path, checkpoint).next_command

@@ -9,7 +9,7 @@ import pytest
 from alignment.diagnose.axes import software
 from alignment.diagnose.run_data import RunData
 from alignment.errors import InputError
-from alignment.numerics.verdict import Outcome
+from alignment.numerics.verdict import Outcome, Verdict
 
 RANKS = {"trainer.n_gpus_per_node": 2, "trainer.nnodes": 1}
 
@@ -48,9 +48,12 @@ def test_one_rank_has_no_communication(tmp_path):
 
 def answer(directory, *outcomes: str) -> None:
     verdicts = [
-        {"check": f"communication/{name}", "outcome": outcome, "reason": f"what {name} says"}
+        Verdict(
+            check=f"communication/{name}", layer="layer", stage="update_actor", subject="fsdp", device="npu",
+            outcome=Outcome(outcome), reason=f"what {name} says",
+        ).to_dict()
         for name, outcome in zip(("loss", "grad_norm", "collectives"), outcomes)
-    ]
+    ]  # fmt: skip
     (directory / software.TESTED).write_text(json.dumps({"verdicts": verdicts}))
 
 
