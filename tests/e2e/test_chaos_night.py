@@ -110,17 +110,20 @@ def write_matrix(path: Path, phases: dict, *, nodes: int = 4) -> Path:
     return path
 
 
-def begin(matrix: Path, out: Path, history: Path, *more: str) -> subprocess.Popen:
+def begin(matrix: Path, out: Path, history: Path, *more: str, commit: str = "c0ffee") -> subprocess.Popen:
     argv = ["nightly", "run", str(matrix), "--row", "chaos", "--out", str(out), "--history", str(history), "--json"]
     return subprocess.Popen(
-        [sys.executable, "-m", "alignment", *argv, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "alignment", *argv, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A night is of one commit; that of this tree may change while the test runs.
+        env={**os.environ, "ALIGNMENT_COMMIT": commit},
+    )  # fmt: skip
 
 
 def end(process: subprocess.Popen, out: Path) -> Told:
     printed, errors = process.communicate(timeout=600)
     assert printed, errors
     told = Told(process.returncode, out, json.loads(printed), errors)
+    assert "outcome" in told.printed, printed
     assert told.code == told.printed["exit_code"] == EXIT_CODES[told.printed["outcome"]], errors
     return told
 
@@ -423,6 +426,11 @@ def test_a_driver_that_is_ended_leaves_no_green_and_is_resumed(tmp_path, number)
     refused = subprocess.run([*process.args], capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2 and "a night lies here already" in refused.stderr
     flag.touch()
+    if number == signal.SIGTERM:
+        verdict = (out / "night.json").read_bytes()
+        _, errors = begin(matrix, out, history, "--resume", commit="deed").communicate(timeout=120)
+        assert "the night was begun with other code; expected c0ffee; found deed" in errors
+        assert (out / "night.json").read_bytes() == verdict
     told = night(matrix, out, history, "--resume")
     assert (told.code, told.printed["outcome"]) == (0, "pass"), told.errors
     assert [told.phases[name]["kept"] for name in phases] == [True, False, False]
