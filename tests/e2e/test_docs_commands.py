@@ -104,13 +104,15 @@ GIVEN = {
 
 
 def smaller(text: str) -> str:
-    """The same command made quick where the page leaves open how much: two steps, in one process; one benign seed."""
+    """The same command made quick where the page leaves open how much: two steps, one process, one seed, one engine."""
     if re.match(r"alignment (dapo|gkd|ablate)\b", text):
         own = "engine=verl" not in text and not text.startswith("alignment ablate")
         if "total_training_steps" not in text:
             text = re.sub(r"^alignment (\w+)", rf"alignment \1 {STEPS}", text)
         if own and "--executor" not in text and "n_gpus_per_node" not in text:
             text = re.sub(r"^alignment (\w+)", r"alignment \1 --executor inprocess", text)
+    if text.startswith("alignment compare-engines") and "--engine" not in text:
+        text = text.replace("compare-engines", "compare-engines --engine golden", 1)
     if text.startswith("alignment audit") and "--seeds" not in text and "--list" not in text:
         text = text.replace("alignment audit", "alignment audit --seeds 1", 1)
     return text
