@@ -374,6 +374,8 @@ class NoiseModel:
         freedom = n - 1 + PRIOR_SAMPLES
         spread = math.sqrt((squares + PRIOR_SAMPLES * self.spread**2) / freedom)
         alpha = math.exp(centre + student(level, freedom) * spread * math.sqrt(1 + 1 / n))
+        # kernels have noise of their own: where sources agree better than in any benign pair, results need not
+        p = max(p, min(row.relative / math.exp(row.amplification) for row in held.rows))
         difference = edge.result.difference
         size = max(difference.relative, RESOLUTION)
         regressors = _regressors(_signs(edge.source), difference.relative)
