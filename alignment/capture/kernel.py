@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,12 +149,21 @@ class Sketcher:
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """The fast path, or None where it is switched off or cannot be built."""
+    """The fast path, or None where it is switched off or cannot be built, which is said once."""
     if os.environ.get(SWITCH, "").lower() in ("off", "0", "false"):
         return None
     try:
         return Kernel(_built())
-    except (OSError, subprocess.SubprocessError, AttributeError):
+    except (OSError, subprocess.SubprocessError, AttributeError, ValueError) as error:
+        text = error.stderr.decode(errors="replace").strip() if getattr(error, "stderr", None) else str(error)
+        reason = text.splitlines()[0] if text else type(error).__name__
+        print(
+            "capture: the C++ function that reduces tensors on a CPU in one pass cannot be built, so torch does it in"
+            f" several and a capture costs about twice as much ({reason}); install g++ or name a C++17 compiler in CXX,"
+            f" or set {SWITCH}=off to do without",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
 
 

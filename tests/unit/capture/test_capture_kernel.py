@@ -72,21 +72,30 @@ def test_numbers_that_need_care_take_the_plain_path(value, at):
     assert a.tolist() == b.tolist() and np.array_equal(x, y)
 
 
-def test_the_switch_turns_the_fast_path_off(monkeypatch):
+def test_the_switch_turns_the_fast_path_off_in_silence(monkeypatch, capsys):
     monkeypatch.setenv(module.SWITCH, "off")
     module.kernel.cache_clear()
     try:
-        assert module.kernel() is None
+        assert module.kernel() is None and not capsys.readouterr().err
     finally:
         module.kernel.cache_clear()
 
 
-def test_without_a_compiler_there_is_no_fast_path_and_no_error(monkeypatch, tmp_path):
+@pytest.mark.parametrize("broken", [False, True], ids=["missing", "broken"])
+def test_without_a_compiler_there_is_no_fast_path_and_no_error(monkeypatch, tmp_path, capsys, broken):
     monkeypatch.setenv("ALIGNMENT_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    compiler = tmp_path / "no-such-compiler"
+    if broken:
+        compiler.write_text("#!/bin/sh\necho 'fatal error: no headers' >&2\nexit 1\n")
+        compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     module.kernel.cache_clear()
     try:
-        assert module.kernel() is None
+        assert module.kernel() is None and module.kernel() is None
+        said = capsys.readouterr().err
+        assert said.count("cannot be built, so torch does it in several and a capture costs about twice as much") == 1
+        assert ("fatal error: no headers" if broken else "No such file or directory") in said
+        assert "install g++ or name a C++17 compiler in CXX, or set ALIGNMENT_CAPTURE_KERNEL=off" in said
         reducer = Reducer(sketch_size=SIZE)
         reducer.add(torch.ones(10))
         assert reducer.results()[1]()[0].tolist() == [1, 1, 1, math.sqrt(10), 0, 0, 10]
