@@ -1,4 +1,4 @@
-"""The error model of a comparison: quantiles, levels that add up to the stated rate, and what each term is there for."""
+"""The error model of a comparison: quantiles, levels that add up to the stated rate, and what each term is for."""
 
 from __future__ import annotations
 
