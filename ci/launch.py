@@ -292,11 +292,19 @@ def interrupted(number: int, _: object) -> None:
     raise LaunchError(f"ended by {signal.Signals(number).name} before the night began")
 
 
-def actions(matrix: Path) -> dict[int, str]:
-    """Exit code → page, warn or ignore, as the matrix says."""
+def call_of(code: int, matrix: Path, out: Path) -> str:
+    """Page, warn or ignore: what the matrix says of an exit code, or what the night says of itself if that is graver
+    (drift warns, though nothing failed).
+    """
     import yaml
 
-    return {0: "ignore", 4: "warn", **(yaml.safe_load(matrix.read_text(encoding="utf-8")).get("exit_codes") or {})}
+    named = yaml.safe_load(matrix.read_text(encoding="utf-8")).get("exit_codes") or {}
+    calls = [{0: "ignore", 4: "warn", **named}.get(code, "page")]
+    try:
+        calls.append(json.loads((out / "night.json").read_text(encoding="utf-8"))["action"])
+    except (OSError, ValueError, KeyError):
+        pass
+    return next(call for call in ("page", "warn", "ignore") if call in calls)
 
 
 def main(arguments: list[str]) -> int:
@@ -341,7 +349,8 @@ def main(arguments: list[str]) -> int:
             return 1
     finally:
         if options.role != "worker":
-            record |= {"ended": now(), "exit_code": code, "call": actions(options.matrix).get(code, "page")}
+            call = call_of(code, options.matrix, folder / "night")
+            record |= {"ended": now(), "exit_code": code, "call": call}
             keep(record, folder / "launch.json")
     if options.fail_on == "page" and record["call"] != "page":
         return 0

@@ -129,6 +129,16 @@ def test_kubernetes_sees_a_failure_exactly_where_the_matrix_pages(code, kubernet
     assert launch.main([*arguments, "--fail-on", "page"]) == kubernetes
 
 
+@pytest.mark.parametrize(
+    "code, said, called",
+    [(0, "warn", "warn"), (0, "ignore", "ignore"), (1, "ignore", "page"), (4, "page", "page"), (9, None, "page")],
+)
+def test_the_call_is_the_graver_of_the_matrix_s_and_the_night_s_own(code, said, called, tmp_path):
+    if said is not None:
+        (tmp_path / "night.json").write_text(json.dumps({"action": said}))
+    assert launch.call_of(code, CI / "nightly.yaml", tmp_path) == called
+
+
 def test_a_night_that_is_there_already_is_resumed(tools, monkeypatch):
     launch.os.environ["ALIGNMENT_NIGHT"] = "nightly-cpu-x7k2p"
     begun = tools / "nights" / "cpu" / "nightly-cpu-x7k2p" / "night" / "begun.json"

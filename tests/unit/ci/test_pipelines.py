@@ -127,7 +127,7 @@ def test_what_a_night_left_is_kept_even_when_it_fails_and_the_call_is_made_last(
         night, keep, call = read(path)["jobs"][row.name]["steps"][-3:]
         assert f"ci/rendered/{row.name}/night.sh night" in night["run"] and night["id"] == "night"
         assert keep["if"] == always and "upload-artifact" in keep["uses"] and keep["with"]["path"] == "night"
-        assert call["if"] == always and call["run"] == 'bash ci/rendered/call.sh "$CODE"'
+        assert call["if"] == always and call["run"] == 'bash ci/rendered/call.sh "$CODE" night'
         assert call["env"] == {"CODE": "${{ steps.night.outputs.code }}"}
     shared = read(GITLAB)[".night"]
     assert shared["artifacts"]["when"] == "always" and shared["artifacts"]["paths"] == ["night"]
@@ -139,8 +139,8 @@ def test_gitlab_lets_pass_what_does_not_page_and_nothing_else():
     assert read(GITLAB)[".night"]["allow_failure"] == {"exit_codes": mild}
 
 
-def call(code, **environ):
-    line = ["bash", str(CI / "rendered" / "call.sh"), *([] if code is None else [str(code)])]
+def call(code, *arguments, **environ):
+    line = ["bash", str(CI / "rendered" / "call.sh"), *([] if code is None else [str(code)]), *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", **environ})
 
 
@@ -150,6 +150,15 @@ def test_every_exit_code_is_called_as_the_matrix_says(code):
     action = "page" if code in ("", None) else MATRIX.action(code)
     assert done.stdout == f"{action}: the night ended with exit code {'none' if code in ('', None) else code}\n"
     assert (done.returncode == 0) is (action != "page")
+
+
+@pytest.mark.parametrize("code, said, called", [(0, "warn", "warn"), (0, "ignore", "ignore"), (1, "warn", "page")])
+def test_a_night_may_warn_though_nothing_failed(code, said, called, tmp_path):
+    record = tmp_path / "nights" / "cpu" / "n1" / "launch.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"exit_code": code, "call": said}, indent=1))
+    done = call(code, tmp_path)
+    assert done.stdout.startswith(f"{called}:") and (done.returncode == 0) is (called != "page")
 
 
 def test_github_shows_a_page_as_an_error_and_a_warning_as_one():
