@@ -298,7 +298,7 @@ class _Night:
         folder.mkdir(parents=True, exist_ok=True)
         on_cluster = phase.where != "head"
         problems: list[str] = []
-        if self.setting.ray is not None and (on_cluster or not self.names):
+        if self.setting.ray is not None:
             problems = self._take_census(folder)
         problems = problems if on_cluster else []  # it needs no cluster; the next phase that does will say so
         missing = self._missing(phase, folder)

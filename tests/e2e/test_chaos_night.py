@@ -140,20 +140,31 @@ def show(folder: Path) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def small_disk(tmp_path_factory):
-    """A file system of 64 KiB, full but for a few of them."""
+def mounted(tmp_path_factory):
+    """A folder, and why it is no file system of 64 KiB where that cannot be had."""
     folder = tmp_path_factory.mktemp("disks") / "full"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    try:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
+        why = done.stderr.decode().strip()
+    except OSError as error:
+        why = str(error)
+    yield folder, why
+    if not why:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(mounted):
+    folder, why = mounted
+    if why:
+        pytest.skip(f"a small disk cannot be mounted here: {why}")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def four_nodes(small_disk):
-    nodes = FourNodes(str(small_disk))
+def four_nodes(mounted):
+    nodes = FourNodes(str(mounted[0]))
     yield nodes
     nodes.shutdown()
 
@@ -320,8 +331,26 @@ def test_a_cluster_that_lacks_a_node_is_no_environment_for_a_night(four_nodes, t
 # Disks and files.
 
 
-def test_damaged_evidence_and_a_full_disk_are_found_and_named(clean, four_nodes, tmp_path):
+def quick(command: list, **more) -> dict:
+    return {"command": ["python", FAULTS, *command], "timeout_minutes": 5, "leaves": {"document": "stdout.txt"}, **more}
+
+
+def test_a_full_disk_of_one_node_is_named(four_nodes, small_disk, tmp_path):
     four_nodes.mended()
+    phases = {"full": quick(["fill", "NIGHT_DISK", "200000"], where="every-node")}
+    matrix = write_matrix(tmp_path / "m.yaml", phases)
+    told = night(matrix, tmp_path / "night", tmp_path / "h.sqlite", "--ray-address", four_nodes.address)
+    outcome, stage, cause = told.phase("full")
+    assert (outcome, stage, told.code) == ("error", "environment", 3) and "No space left on device" in cause
+    ended = {name: node["exit_code"] for name, node in told.phases["full"]["nodes"].items()}
+    assert sorted(ended.values()) == [0, 0, 0, 1]
+    (bad,) = [name for name, code in ended.items() if code == 1]
+    assert cause.startswith(f"{bad}: ")
+    for name in ended.keys() - {bad}:  # what the others said is kept
+        assert json.loads((told.folder / "full" / name / "stdout.txt").read_text())["written"] == 200000
+
+
+def test_damaged_evidence_is_found_and_named(clean, tmp_path):
     training, capture = clean.folder / "dapo" / "run", clean.folder / "capture" / "run" / "capture"
 
     def damage(fault: str, kind: str = "training", source: Path = training) -> dict:
@@ -332,13 +361,8 @@ def test_damaged_evidence_and_a_full_disk_are_found_and_named(clean, four_nodes,
         **{fault: damage(fault) for fault in ("none", "nan", "short", "empty", "unnamed")},
         "whole": damage("none", "capture", capture),
         "truncated": damage("truncated", "capture", capture),
-        "full": {
-            "command": ["python", FAULTS, "fill", "NIGHT_DISK", "200000"], "timeout_minutes": 5, "where": "every-node",
-            "leaves": {"document": "stdout.txt"},
-        },
-    }  # fmt: skip
-    matrix = write_matrix(tmp_path / "m.yaml", phases)
-    told = night(matrix, tmp_path / "night", tmp_path / "h.sqlite", "--ray-address", four_nodes.address)
+    }
+    told = night(write_matrix(tmp_path / "m.yaml", phases, nodes=1), tmp_path / "night", tmp_path / "h.sqlite")
     assert told.phase("none")[0] == told.phase("whole")[0] == "pass"
     outcome, stage, cause = told.phase("nan")
     assert (outcome, stage) == ("fail", "new") and f"actor/grad_norm is nan in step {STEPS}" in cause
@@ -347,20 +371,13 @@ def test_damaged_evidence_and_a_full_disk_are_found_and_named(clean, four_nodes,
         "empty": "the metrics are empty",
         "unnamed": "the run does not say what made it",
         "truncated": ".safetensors",
-        "full": "No space left on device",
     }
     for name, words in expected.items():
         outcome, stage, cause = told.phase(name)
         assert (outcome, stage) == ("error", "environment") and words in cause, (name, cause)
-    ended = [node["exit_code"] for node in told.phases["full"]["nodes"].values()]
-    assert sorted(ended) == [0, 0, 0, 1]
     # A failure outweighs the errors: what was found misaligned stays found.
     assert (told.code, told.printed["outcome"], told.printed["action"]) == (1, "fail", "page")
     assert told.printed["cause"].startswith("nan: new: nan/metrics are finite: actor/grad_norm is nan")
-
-
-def quick(command: list, **more) -> dict:
-    return {"command": ["python", FAULTS, *command], "timeout_minutes": 5, "leaves": {"document": "stdout.txt"}, **more}
 
 
 def test_a_full_disk_costs_no_verdict(small_disk, tmp_path, monkeypatch):
