@@ -40,6 +40,8 @@ def add(
         for title, checks in (("new", call.new), ("known", call.known), ("in quarantine", call.quarantined)):
             for check in checks:
                 print(f"  {title}: {check}")
+        for check, reason in nights.quarantined().items():
+            print(f"  quarantine: {check}: {reason}")
         for concern in call.concerns:
             print(f"  {concern.kind}: {concern.check}: {concern.detail}")
     raise typer.Exit(MISALIGNED if call.action == "page" else ALIGNED)
@@ -91,7 +93,7 @@ def rates(history: FileOption = FILE, as_json: JsonOption = False) -> None:
         print(json.dumps([rate.to_dict() for rate in found], indent=1))
         return
     _table(
-        ("check", "accepted nights", "alarms", "observed", "design"),
+        ("check", "accepted nights", "alarms", "observed", "design", "not decided"),
         [
             (
                 r.check,
@@ -99,6 +101,7 @@ def rates(history: FileOption = FILE, as_json: JsonOption = False) -> None:
                 str(r.alarms),
                 f"{r.observed:.1%}",
                 "none stated" if r.design is None else f"{r.design:.1%}",
+                str(r.undecided),
             )
             for r in found
         ],

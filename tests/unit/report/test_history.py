@@ -473,6 +473,9 @@ def test_the_commands(nights, tmp_path):
     assert call("decide", run, "--accept", "--reason", "known").exit_code == 0
     soon = str(date.today() + timedelta(days=3))
     assert call("quarantine", "unit/rope", "--until", soon, "--reason", "known").exit_code == 0
-    assert call("add", str(tmp_path / run)).exit_code == 0
+    ignored = call("add", str(tmp_path / run))
+    said = f"quarantine: unit/rope: known (since {date.today()}, until {soon})"
+    assert ignored.exit_code == 0 and said in ignored.output
+    assert "not decided" in call("rates").output
     missing = CliRunner().invoke(app, ["history", "list", "--history", str(tmp_path / "none")])
     assert isinstance(missing.exception, InputError)
