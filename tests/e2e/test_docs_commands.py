@@ -103,6 +103,10 @@ GIVEN = {
 }
 
 
+HEAVY = ("docs/diagnose.md", "docs/faults.md")
+"""Pages that take a minute of one core and more: for the nightly (``-m "docs and slow"``)."""
+
+
 def smaller(text: str) -> str:
     """The same command made quick where the page leaves open how much: two steps, one process, one seed, one engine."""
     if re.match(r"alignment (dapo|gkd|ablate)\b", text):
@@ -111,6 +115,8 @@ def smaller(text: str) -> str:
             text = re.sub(r"^alignment (\w+)", rf"alignment \1 {STEPS}", text)
         if own and "--executor" not in text and "n_gpus_per_node" not in text:
             text = re.sub(r"^alignment (\w+)", r"alignment \1 --executor inprocess", text)
+    if text.startswith("alignment replay") and "--perturbations" not in text:
+        text = text.replace("alignment replay", "alignment replay --perturbations 1", 1)
     if text.startswith("alignment compare-engines") and "--engine" not in text:
         text = text.replace("compare-engines", "compare-engines --engine golden", 1)
     if text.startswith("alignment audit") and "--seeds" not in text and "--list" not in text:
@@ -192,13 +198,22 @@ def of_page(page: Path, needs: str | None) -> list[Command]:
     return [command for command in commands(page) if command.needs == needs]
 
 
-@pytest.mark.parametrize("page", [p for p in english_pages() if of_page(p, None)], ids=str)
+def pages_with(needs: str | None) -> list:
+    """A parameter per page that has such commands; heavy ones are slow."""
+    return [
+        pytest.param(page, id=str(page), marks=[pytest.mark.slow] if str(page) in HEAVY else [])
+        for page in english_pages()
+        if of_page(page, needs)
+    ]
+
+
+@pytest.mark.parametrize("page", pages_with(None))
 def test_the_commands_of_a_page_do_what_it_says(page, tmp_path):
     assert executed(page, tmp_path, of_page(page, None)) == ""
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("page", [p for p in english_pages() if of_page(p, "engine")], ids=str)
+@pytest.mark.parametrize("page", pages_with("engine"))
 def test_the_commands_of_a_page_that_need_an_engine_do_what_it_says(page, tmp_path):
     assert executed(page, tmp_path, of_page(page, "engine")) == ""
 
