@@ -26,6 +26,7 @@ from alignment.errors import InputError
 from alignment.files import read_json, write_json
 from alignment.report.night import (
     BEGUN,
+    EXIT_CODES,
     LOCK,
     NIGHT,
     PHASE,
@@ -273,7 +274,7 @@ class _Night:
         folder = self.setting.out / phase.name
         clear_up(folder)
         earlier = read_phase(folder)
-        if self.setting.resume and earlier is not None and earlier.outcome != "error":
+        if self.setting.resume and earlier is not None and self._still_whole(phase, folder, earlier):
             return replace(earlier, kept=True)
         attempts = self._set_aside(folder)
         record = self._attempt(phase, folder)
@@ -284,6 +285,17 @@ class _Night:
             why = f"what became of it cannot be written: {in_words(error)}"
             record = worsened(record, why)
         return record
+
+    def _still_whole(self, phase: Phase, folder: Path, record: PhaseRecord) -> bool:
+        """Whether a phase was carried out and what it left is still there."""
+        if record.outcome in ("error", "unavailable"):
+            return False
+        row = self.setting.row
+        places = {name: folder / name for name in record.nodes} or {"": folder}
+        return not any(
+            gather_evidence(phase, place, device=row.device, require=row.require, place=name).problems
+            for name, place in places.items()
+        )
 
     def _set_aside(self, folder: Path) -> tuple[str, ...]:
         """What an earlier attempt left is kept beside the new one."""
@@ -480,7 +492,7 @@ class _Night:
             not_carried_out(name, "not run") for name in (PROVENANCE_PHASE, *setting.row.phases) if name not in names
         )]  # fmt: skip
         night = self._verdict(records)
-        write_night(night, out)
+        write_night(self._not_yet(night), out)
         try:
             write_verdicts(out, verdicts_of(records, setting.row))
             night = self._remember(night)
@@ -495,6 +507,13 @@ class _Night:
             night = self._with_problem(night, f"the page was not written: {in_words(error)}")
         write_night(night, out)
         return night
+
+    def _not_yet(self, night: NightRecord) -> NightRecord:
+        """What stands on the disk until the night is held against those before it: who is killed now left no green."""
+        if night.outcome != "pass":
+            return night
+        cause = "environment: the driver ended before it took the night into the history; resume with --resume"
+        return replace(night, outcome="error", cause=cause, action=self.setting.matrix.action(EXIT_CODES["error"]))
 
     def _verdict(self, records: Sequence[PhaseRecord]) -> NightRecord:
         outcome = gravest(record.outcome for record in records if record.name != PROVENANCE_PHASE)

@@ -22,16 +22,19 @@ def write_night_page(record: NightRecord, folder: Path, *, baselines: Path | Non
         InputError: the verdicts of the night are damaged.
         OSError: it cannot be written.
     """
-    folder = Path(folder)
-    trainings = [folder / path for phase in record.phases for path in phase.trainings]
-    part = gather(folder, baselines=baselines, trainings=trainings)
-    part["headline"] = f"{HEADLINES[record.outcome]}: {record.row}, {record.began[:10]}"
-    part["night"] = _night(record, folder)
-    part["outcome"] = {"known": "inconclusive", "flaky": "inconclusive"}.get(record.outcome, record.outcome)
-    text = render([part])
-    target = folder / PAGE
+    text = render([gather(folder, baselines=baselines, night=record)])
+    target = Path(folder) / PAGE
     write_atomically(target, lambda beside: beside.write_text(text, encoding="utf-8"))
     return target
+
+
+def night_part(record: NightRecord, folder: Path) -> dict[str, Any]:
+    """What the page of a run shows in addition, and in place of its own headline, where the run is a night."""
+    return {
+        "headline": f"{HEADLINES[record.outcome]}: {record.row}, {record.began[:10]}",
+        "outcome": {"known": "inconclusive", "flaky": "inconclusive"}.get(record.outcome, record.outcome),
+        "night": _night(record, folder),
+    }
 
 
 def _night(record: NightRecord, folder: Path) -> dict[str, Any]:

@@ -159,8 +159,7 @@ def _signal(group: int, tree: Mapping[int, int | None], number: signal.Signals) 
 
 def _wait(process: subprocess.Popen, *, deadline: float, timeout: float, stop: Callable[[], str]) -> str:
     while True:
-        # Left as a zombie: until its tree is ended nobody else may get its number.
-        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        if _over(process):
             return ""
         time.sleep(_POLL_SECONDS)
         reason = stop()
@@ -168,6 +167,13 @@ def _wait(process: subprocess.Popen, *, deadline: float, timeout: float, stop: C
             return reason
         if time.monotonic() >= deadline:
             return f"no end within {timeout / 60:g} minutes"
+
+
+def _over(process: subprocess.Popen) -> bool:
+    """Whether it ended. It is left as a zombie: until its tree is ended nobody else may get its number."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:

@@ -17,6 +17,7 @@ from typing import Any
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically
 from alignment.numerics.verdict import Outcome, Verdict
+from alignment.report.night import NIGHT, NightRecord, read_night
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
 from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_budget
 from alignment.rl.tracking import METRICS, read_series
@@ -56,10 +57,8 @@ def write_page(runs: Sequence[Path], target: Path, *, baselines: Path | None = N
     return target
 
 
-def gather(
-    run: Path, *, baselines: Path | None = None, trainings: Sequence[Path] | None = None
-) -> dict[str, Any]:
-    """What a page shows of a run, as plain data; ``trainings`` in place of those found in it and one folder below.
+def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | None = None) -> dict[str, Any]:
+    """What a page shows of a run, as plain data; ``night`` is its record where it is one that is not written yet.
 
     Raises:
         InputError: the directory does not exist or holds no run, or a file in it is damaged.
@@ -67,18 +66,21 @@ def gather(
     if not run.is_dir():
         raise InputError("there is no such directory", where=run, next_step="name the directory of a run")
     verdicts = read_verdicts(run) if (run / VERDICTS).is_file() else []
-    if trainings is None:
-        trainings = [path.parent for path in sorted((*run.glob(METRICS), *run.glob(f"*/{METRICS}")))]
-    trainings = [_training(path, run) for path in trainings]
+    if night is None and (run / NIGHT).is_file():
+        night = read_night(run)
+    folders = [path.parent for path in sorted((*run.glob(METRICS), *run.glob(f"*/{METRICS}")))]
+    if night is not None:  # what its phases left may be damaged, which they say
+        folders = [run / path for phase in night.phases for path in phase.trainings]
+    trainings = [_training(path, run) for path in folders]
     side = {name: read_json(run / file) for name, file in SIDE_FILES.items() if (run / file).is_file()}
-    if not (verdicts or trainings or side):
+    if not (verdicts or trainings or side or night):
         raise InputError(
             "the directory holds no run",
             where=run,
             expected=f"{VERDICTS} or {METRICS}",
             next_step="name another directory",
         )
-    return {
+    part = {
         "name": run.name,
         "night": None,
         "headline": headline(verdicts) if verdicts else f"{len(trainings)} training runs, not judged",
@@ -97,6 +99,11 @@ def gather(
         "memory": _memory(side.get("memory"), run / SIDE_FILES["memory"]),
         "triage": _triage(side["triage"], run / SIDE_FILES["triage"]) if "triage" in side else None,
     }
+    if night is not None:
+        from alignment.report.night_page import night_part
+
+        part |= night_part(night, run)
+    return part
 
 
 def render(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -283,6 +283,25 @@ def test_a_resumed_night_keeps_what_was_finished_and_repeats_what_was_not(drive,
     assert [p.kept for p in third.phases[1:]] == [True] * 3
 
 
+def test_what_a_finished_phase_left_has_to_be_there_still(drive, tmp_path):
+    phases = {"tests": judged("pass"), "it": phase(OK)}
+    drive(phases)
+    (tmp_path / "night" / "tests" / "junit.xml").unlink()
+    assert [(p.kept, p.attempt) for p in drive(phases, resume=True).phases[1:]] == [(False, 2), (True, 1)]
+
+
+def test_a_driver_that_is_killed_before_the_history_left_no_green(drive, monkeypatch, tmp_path):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(night_driver._Night, "_remember", killed)
+    with pytest.raises(KeyboardInterrupt):
+        drive({"it": phase(OK)})
+    night = read_night(tmp_path / "night")
+    assert (night.outcome, night.exit_code, night.action) == ("error", 3, "page")
+    assert "the driver ended before it took the night into the history" in night.cause
+
+
 def test_a_damaged_record_of_a_phase_is_no_finished_phase(drive, tmp_path):
     phases = {"it": phase(OK)}
     drive(phases)
@@ -347,6 +366,8 @@ def test_the_page_shows_the_phases_and_links_what_they_left(drive, tmp_path):
     page = (tmp_path / "night" / night.page).read_text()
     assert "MISALIGNED: cpu, " in page and 'href="tests/junit.xml"' in page and 'href="night.json"' in page
     assert "new: tests/tests.unit.rope::test_1: test_1: off by 0.3" in page
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "night"), "--output", str(tmp_path / "again.html")])
+    assert again.exit_code == 0 and "MISALIGNED: cpu, " in (tmp_path / "again.html").read_text()
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
