@@ -70,6 +70,19 @@ class Kernel:
         broken = self._functions[flat.dtype](flat.data_ptr(), flat.numel(), None, None, 0, 0, 0, 0, None, self._out_at)
         return None if broken else tuple(self._out.tolist())
 
+    def statistics_of_spans(
+        self, flat: Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> tuple[float, float, float, float] | None:
+        """:meth:`statistics` of pieces of a contiguous tensor together: first element, number of elements."""
+        at, item, function, out = flat.data_ptr(), flat.element_size(), self._functions[flat.dtype], self._out
+        high, low, total, square = -np.inf, np.inf, 0.0, 0.0
+        for begin, n, _ in spans:
+            if function(at + begin * item, n, None, None, 0, 0, 0, 0, None, self._out_at):
+                return None
+            a, b, s, q = out.tolist()
+            high, low, total, square = max(high, a), min(low, b), total + s, square + q
+        return high, low, total, square
+
     def sketcher(self, tables: SketchTables) -> Sketcher:
         """What reduces and sketches with these tables."""
         return Sketcher(self, tables)
@@ -104,15 +117,28 @@ class Sketcher:
     ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
         """As :meth:`reduce` of flat contiguous tensors together, each with the group of the sketch at which it begins
         (a multiple of :data:`~alignment.numerics.sketch.FOLD`)."""
+        runs = [(flat.data_ptr(), flat.numel(), group) for flat, group in parts]
+        return self._reduce(parts[0][0].dtype, parts[0][0].element_size(), runs)
+
+    def reduce_spans(
+        self, flat: Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
+        """As :meth:`reduce_parts` of pieces of one contiguous tensor: first element, number of elements, group."""
+        at, item = flat.data_ptr(), flat.element_size()
+        return self._reduce(flat.dtype, item, [(at + begin * item, n, group) for begin, n, group in spans])
+
+    def _reduce(
+        self, dtype: torch.dtype, item: int, runs: Sequence[tuple[int, int, int]]
+    ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
+        """Runs are an address, a number of elements and a group."""
         tables, kernel, sums = self._tables, self._kernel, self._sums
         signs_at, sums_at, before_at, after_at, room_at = self._at
-        used = min(max(flat.numel() for flat, _ in parts), tables.prime)
+        used = min(max(n for _, n, _ in runs), tables.prime)
         blocks = -(-used // tables.size)
         sums[: blocks * tables.size] = 0
         high, low, total, square = -np.inf, np.inf, 0.0, 0.0
-        precise, added = None, 0
-        for flat, group in parts:
-            n, at, function, item = flat.numel(), flat.data_ptr(), kernel._functions[flat.dtype], flat.element_size()
+        precise, added, function = None, 0, kernel._functions[dtype]
+        for at, n, group in runs:
             for begin in range(0, n, FOLD * tables.group):
                 first = group + begin // tables.group
                 length = min(n - begin, FOLD * tables.group)

@@ -5,7 +5,8 @@
     <dir>/capture.json                        format version, level, detail, sketch size and seed, provenance
     <dir>/step<S>/<stage>/rank<R>.safetensors    ``statistics`` float64 [rows, 7], ``sketches`` float32 [n, size]
     <dir>/step<S>/<stage>/rank<R>-<part>.safetensors   tensors, where they were kept
-    <dir>/step<S>/<stage>/rank<R>.json        the rows, column by column
+    <dir>/step<S>/<stage>/rank<R>.json        the rows, column by column; the samples they are of, with their real
+                                              tokens; the settings of modules
 
 The ``.json`` of a rank is written last: its presence says that this stage is finished on this rank, and whatever lies
 beside it without one is left over from a run that was killed. A stage that runs again in the same step (another round

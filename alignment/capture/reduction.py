@@ -157,11 +157,13 @@ class Reducer:
         if t.is_conj() or t.is_neg():
             t = t.resolve_conj().resolve_neg()
         stored = self._keep(t) if self._keep is not None else None
-        parts = samples.parts(t, shard) if samples is not None else None
         index = len(self._statistics)
         self._statistics.append(None)
         on_cpu = t.device.type == "cpu"
         first = self._sketch_count if self.sketch_size else -1
+        if samples is not None and shard is None and on_cpu and self._spans_at_once(index, t, samples):
+            return Reduced(index, first, OF_SAMPLES, stored)
+        parts = samples.parts(t, shard) if samples is not None else None
         if parts is not None:
             reduce = self._parts_on_cpu if on_cpu else self._parts_on_accelerator
             reduce(index, parts)
@@ -172,6 +174,27 @@ class Reducer:
         elif place is not None or not (on_cpu and self._at_once(index, t, sketch=True)):
             self._whole(index, t, place, self._fill(t), on_cpu)
         return Reduced(index, first, 0, stored)
+
+    def _spans_at_once(self, index: int, t: Tensor, samples: Samples) -> bool:
+        """The most frequent layout without a view per sample; False where it is another one, or needs more care."""
+        fast = kernel()
+        if fast is None or not fast.takes(t) or (self.each_sample and self.sketch_size):
+            return False
+        spans = samples.spans(t)
+        if spans is None or not t.numel():
+            return False
+        if not self.sketch_size:
+            found = fast.statistics_of_spans(t, spans)
+        else:
+            both = self._fast().reduce_spans(t, spans)
+            found = None if both is None else both[0]
+        if found is None or not _sure(found):
+            return False
+        self._statistics[index] = _finished([(*found, 0, 0, sum(n for _, n, _ in spans))])
+        if self.sketch_size:
+            self._ready.append((self._sketch_count, both[1]))
+            self._sketch_count += 1
+        return True
 
     def _parts_on_cpu(self, index: int, parts: Sequence[Part]) -> None:
         """Statistics of all parts together; one sketch of all, or one of each."""

@@ -55,7 +55,7 @@ class Samples:
     keys: tuple[str, ...]
     bounds: tuple[tuple[int, int], ...]
     shape: tuple[int, int]
-    _seen: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _seen: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def groups(self) -> list[int]:
@@ -114,6 +114,23 @@ class Samples:
             Part(t=view, group=g, place=Place.of(tuple(view.shape), dim=dim, start=shard.start, whole=shard.whole))
             for view, g in zip(views, groups)
         ]  # fmt: skip
+
+    def spans(self, t: Tensor) -> list[tuple[int, int, int]] | None:
+        """Where the real tokens of every sample lie in a contiguous tensor [samples, tokens, …]: first element, number
+        of elements, and :attr:`Part.group`. None for any other layout, of which :meth:`parts` may know more."""
+        b, s = self.shape
+        if t.dim() < 2 or t.shape[0] != b or t.shape[1] != s or not t.is_contiguous():
+            return None
+        if t.dim() > 2:
+            self._seen["tokens first"] = False
+        inner = t.numel() // (b * s) if b * s else 0
+        found = self._seen.get(inner)
+        if found is None:
+            found = self._seen[inner] = [
+                ((i * s + low) * inner, (high - low) * inner, group)
+                for i, ((low, high), group) in enumerate(zip(self.bounds, self.groups))
+            ]
+        return found
 
     def _pieces(self, t: Tensor, shard: Shard) -> list[Part] | None:
         """Of tokens start … start + length of every sample."""
