@@ -35,6 +35,14 @@ def every_kind(rank: int, rows) -> None:
     dist.all_reduce_coalesced([numbers(rank, 2), numbers(rank, 7)])
     work = dist.all_reduce(numbers(rank, 5), async_op=True)
     work.wait()
+    # As megatron-core reduces its buckets: outputs are valid after the block, or after the manager's wait.
+    for waits in (False, True):
+        with dist.distributed_c10d._coalescing_manager(async_ops=waits) as manager:
+            for size in (3, 4):
+                dist.all_reduce(numbers(rank, size))
+        if waits:
+            manager.wait()
+    dist.reduce_scatter(torch.empty(2, 3), [numbers(rank, 2, 3, stream=f"to {r}") for r in range(SIZE)])
     dist.all_gather([torch.empty(2, 3) for _ in range(SIZE)], numbers(rank, 2, 3))
     dist.all_gather_into_tensor(torch.empty(SIZE * 2, 3), numbers(rank, 2, 3))
     dist.reduce_scatter_tensor(torch.empty(2, 3), numbers(rank, SIZE * 2, 3))
