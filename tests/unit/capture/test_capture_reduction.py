@@ -84,3 +84,35 @@ def test_shards_that_are_captured_add_up(tmp_path, monkeypatch):
         assert (row.shard.start, row.shard.whole) == (4 * rank, 8)
         sketches.append(row.sketch())
     assert np.linalg.norm(sum(sketches) - sketch_array(t.numpy())) <= 32 * EPS * float(t.norm())
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize(
+    "bounds", [((0, 7), (0, 7)), ((3, 7), (0, 5)), ((7, 7), (2, 2))], ids=["full", "padded", "empty"]
+)
+def test_samples_are_reduced_alike_on_an_accelerator(bounds, each):
+    from alignment.capture.samples import Samples
+
+    t = portable_normal((2, 7, 40_000), seed=6, stream="x", dtype=torch.float32)
+    t[0, 3, 5] = float("nan")
+    answers = []
+    for accelerated in (False, True):
+        reducer = Reducer(sketch_size=64)
+        if accelerated:
+            reducer._parts_on_cpu = reducer._parts_on_accelerator
+            reducer._spans_at_once = lambda *_: False
+        reducer.each_sample = each
+        reducer.samples = Samples(keys=tuple(f"{i:016x}" for i in (5 << 40, 9 << 50)), bounds=bounds, shape=(2, 7))
+        reduced = reducer.add(t)
+        assert reduced.sketches == (2 if each else -1)
+        _, statistics, sketches = reducer.results()
+        answers.append((statistics()[reduced.statistics], sketches()))
+    (a, x), (b, y) = answers
+    real = torch.cat([row[low:high].flatten() for row, (low, high) in zip(t, bounds)])
+    finite = real[real.isfinite()].double()
+    assert len(x) == len(y) == (2 if each else 1)
+    assert a[[0, 1, 4, 5, 6]].tolist() == b[[0, 1, 4, 5, 6]].tolist() and a[6] == len(real)
+    size = float(finite.norm())
+    assert np.linalg.norm(x - y) <= 32 * EPS * size and math.isclose(a[3], size, rel_tol=64 * EPS)
+    assert math.isclose(b[3], size, rel_tol=64 * EPS)
+    assert bool(np.linalg.norm(x) > size / 2) == (len(finite) > 0)

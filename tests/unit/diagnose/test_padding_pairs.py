@@ -208,8 +208,8 @@ def test_the_sketch_of_samples_estimates_the_norm_of_their_difference():
     assert (within < 0.05).mean() >= 0.95 and within.max() < 0.1
 
 
-@pytest.mark.parametrize("tokens_first", [False, True])
-@pytest.mark.parametrize("dim", [0, 1, 2])
+# Along samples there are no shards: those are data parallel ranks, which have keys of their own.
+@pytest.mark.parametrize(("tokens_first", "dim"), [(False, 1), (False, 2), (True, 0), (True, 2)])
 def test_shards_of_samples_add_up_to_the_whole(tokens_first, dim):
     from alignment.capture.record import Shard
     from alignment.capture.reduction import Reducer
@@ -217,8 +217,6 @@ def test_shards_of_samples_add_up_to_the_whole(tokens_first, dim):
     from alignment.numerics.random import portable_normal
     from alignment.numerics.sketch import Place
 
-    if dim == (1 if tokens_first else 0):
-        pytest.skip("shards of samples are data parallel ranks, which have keys of their own")
     x = portable_normal((8, 3, 6) if tokens_first else (3, 8, 6), seed=1, stream="x", dtype=torch.float32)
     keys = tuple(f"{i:016x}" for i in (0x123456789ABCDEF0, 0x23456789ABCDEF01, 0x3456789ABCDEF012))
     samples = Samples(keys=keys, bounds=((0, 8), (5, 8), (1, 3)), shape=(3, 8))
