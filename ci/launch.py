@@ -226,6 +226,8 @@ class Node:
 
 def run_worker(options, address: str, token: Path, record: dict) -> int:
     """Joins the head until it is gone for good."""
+    if not os.environ.get("ALIGNMENT_NIGHT"):
+        raise LaunchError("ALIGNMENT_NIGHT is not set: the nodes of a night need one name for it")
     names = head_names(os.environ)
     head = resolve(names, patience=options.patience, pause=options.pause)
     secret = read_token(token, patience=options.patience, pause=options.pause)
@@ -244,7 +246,10 @@ def run_worker(options, address: str, token: Path, record: dict) -> int:
                 return 0  # The night is over.
             raise LaunchError(f"the head at {head}:{PORT} did not answer in {options.patience:.0f} s")
         time.sleep(options.pause)
-        head = resolve(names, patience=options.patience, pause=options.pause)
+        try:
+            head = resolve(names, patience=0)  # it may have moved
+        except LaunchError:
+            continue  # the names of a job that is over resolve no more
 
 
 def run_night(options, address: str | None, out: Path) -> int:

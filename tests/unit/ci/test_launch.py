@@ -186,6 +186,29 @@ def test_a_worker_joins_the_head_joins_again_and_ends_with_it(tools, monkeypatch
     assert launch.os.environ["RAY_AUTH_TOKEN"] == "secret" and launch.os.environ["RAY_AUTH_MODE"] == "token"
 
 
+def test_a_worker_whose_head_is_gone_with_its_name_ends_well(tools, monkeypatch):
+    arguments = a_worker(tools)
+    found, answers = iter(["127.0.0.1"]), iter([True, False, False])
+
+    def resolve(names, **_):
+        address = next(found, None)
+        if address is None:
+            raise launch.LaunchError("the head's name did not resolve")
+        return address
+
+    monkeypatch.setattr(launch, "resolve", resolve)
+    monkeypatch.setattr(launch, "answers", lambda address: next(answers))
+    assert launch.main(arguments) == 0
+    assert len(called(tools)) == 1
+
+
+def test_a_worker_without_the_name_of_its_night_says_so(tools, capsys):
+    arguments = a_worker(tools)
+    del launch.os.environ["ALIGNMENT_NIGHT"]
+    assert launch.main(arguments) == 1
+    assert "ALIGNMENT_NIGHT is not set: the nodes of a night need one name for it" in capsys.readouterr().err
+
+
 def test_a_worker_that_never_reaches_the_head_says_so(tools, monkeypatch, capsys):
     arguments = a_worker(tools)
     monkeypatch.setattr(launch, "answers", lambda address: False)
