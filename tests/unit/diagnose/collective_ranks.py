@@ -17,6 +17,8 @@ from alignment.numerics.random import portable_normal
 SIZE = 4
 ROWS = ((0, 1), (2, 3))
 COLUMNS = ((0, 2), (1, 3))
+SCATTERS_LISTS = hasattr(dist, "reduce_scatter_single")
+"""Older gloo reduces and scatters one tensor only."""
 FAULTS = ("lost_contribution", "mean_of_ranks", "low_precision", "wrong_group", "bit_flip", "swapped_order")
 
 
@@ -42,7 +44,8 @@ def every_kind(rank: int, rows) -> None:
                 dist.all_reduce(numbers(rank, size))
         if waits:
             manager.wait()
-    dist.reduce_scatter(torch.empty(2, 3), [numbers(rank, 2, 3, stream=f"to {r}") for r in range(SIZE)])
+    if SCATTERS_LISTS:
+        dist.reduce_scatter(torch.empty(2, 3), [numbers(rank, 2, 3, stream=f"to {r}") for r in range(SIZE)])
     dist.all_gather([torch.empty(2, 3) for _ in range(SIZE)], numbers(rank, 2, 3))
     dist.all_gather_into_tensor(torch.empty(SIZE * 2, 3), numbers(rank, 2, 3))
     dist.reduce_scatter_tensor(torch.empty(2, 3), numbers(rank, SIZE * 2, 3))

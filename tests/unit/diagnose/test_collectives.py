@@ -31,7 +31,7 @@ def test_every_kind_is_recorded_and_right(recordings):
     assert found.wrong == () and found.unjudged == {}
     # The coalesced call holds two sums, objects travel as two gathers; rows of two ranks are two groups.
     assert found.judged == {
-        "all_reduce": 10 + 1 + 4, "all_gather": 4, "reduce_scatter": 2, "all_to_all": 3, "broadcast": 1, "reduce": 1,
+        "all_reduce": 10 + 1 + 4, "all_gather": 4, "reduce_scatter": 1 + collective_ranks.SCATTERS_LISTS, "all_to_all": 3, "broadcast": 1, "reduce": 1,
         "gather": 1, "scatter": 1, "send and recv": 2 + 4 + 4,
     }  # fmt: skip
     assert 0 < found.used <= 1
