@@ -53,7 +53,6 @@ GIVEN = {
             "to-dist SOURCE": f"to-dist {CHECKPOINT}",
             "SOURCE": "runs/deep",
             "TARGET": "$(mktemp -d)/target",
-            "FOLDER": "$(ls -d runs/*/verl)",
             "RUN": "runs/night",
         },
         before=f"""
@@ -103,7 +102,7 @@ GIVEN = {
 }
 
 
-HEAVY = ("docs/diagnose.md", "docs/faults.md")
+HEAVY = ("docs/diagnose.md", "docs/faults.md", "docs/verl.md")
 """Pages that take a minute of one core and more: for the nightly (``-m "docs and slow"``)."""
 
 
