@@ -65,6 +65,9 @@ NODE_GRACE_SECONDS = 60.0
 """How long a phase may go on after a node was lost: long enough to say itself what it lost."""
 
 OUTER_GRACE_SECONDS = 60.0
+OWN = "_driver"
+"""In the folder of a phase what the driver asked before it: the nodes, the devices. No host has a name like this."""
+
 _PROBE_BYTES = 1 << 16
 _MARKER = "{folder of this node}"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -410,12 +413,13 @@ class _Night:
 
     def _take_census(self, folder: Path) -> list[str]:
         """Who is in the cluster now; what is wrong with that."""
-        target, row = folder / "census.json", self.setting.row
+        own, row = folder / OWN, self.setting.row
+        target = own / "census.json"
         argv = ["python", "-m", "alignment.report.night_nodes", "census", str(self.setting.ray), str(target)]
-        ended = self._here(argv, folder / "census", CENSUS_SECONDS)
+        ended = self._here(argv, own / "census", CENSUS_SECONDS)
         if ended.cut or ended.code != 0:
             self.nodes = []
-            return [f"the Ray cluster does not answer: {_last_line(folder / 'census' / STDERR) or ended.text}"]
+            return [f"the Ray cluster does not answer: {_last_line(own / 'census' / STDERR) or ended.text}"]
         listed = read_nodes(target)
         listed = [replace(node, name=self._name(node)) for node in listed]
         # Ray lists a node for some time after it is gone.
@@ -449,10 +453,10 @@ class _Night:
             ]  # fmt: skip
             return "; ".join(few)
         argv = ["python", "-m", "alignment.report.night_machine", "devices", *kinds]
-        ended = self._here(argv, folder / "devices", PROBE_SECONDS)
+        ended = self._here(argv, folder / OWN / "devices", PROBE_SECONDS)
         if ended.cut or ended.code != 0:
             return f"whether there is {', '.join(kinds)} cannot be found out: {ended.text}"
-        absent = read_json(folder / "devices" / STDOUT)
+        absent = read_json(folder / OWN / "devices" / STDOUT)
         return "; ".join(f"{kind} is unavailable: {reason}" for kind, reason in absent.items())
 
     def _on_every_node(
@@ -461,7 +465,8 @@ class _Night:
         """The command on every node, from a process that is connected to the cluster in place of this one."""
         from dataclasses import asdict
 
-        plan, target = folder / "plan.json", folder / "nodes.json"
+        own = folder / OWN
+        plan, target = own / "plan.json", own / "nodes.json"
         env = {**EVERY_CARD, **forwarded(), **self.setting.row.env, "ALIGNMENT_NIGHT": self.identity}
         timeout = 60 * phase.timeout_minutes
         write_json(plan, {
@@ -470,11 +475,11 @@ class _Night:
             "store": str((self.setting.out / TOKEN).resolve()), "nodes": [asdict(node) for node in self.nodes],
         })  # fmt: skip
         argv = ["python", "-m", "alignment.report.night_nodes", "run", str(plan), str(target)]
-        ended = self._here(argv, folder / "nodes", timeout + OUTER_GRACE_SECONDS, patience)
+        ended = self._here(argv, own / "nodes", timeout + OUTER_GRACE_SECONDS, patience)
         answers: Mapping[str, Any] = {}
         with contextlib.suppress(InputError):
             answers = read_json(target)
-        why = ended.cut or f"no answer: {_last_line(folder / 'nodes' / STDERR) or ended.text}"
+        why = ended.cut or f"no answer: {_last_line(own / 'nodes' / STDERR) or ended.text}"
         silent = Ended(code=None, seconds=ended.seconds, cut=why)
         return ended, {n.name: Ended(**answers[n.name]) if n.name in answers else silent for n in self.nodes}
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,16 +38,44 @@ QUICK = {
 }
 
 
-class FourNodes:
-    """A cluster of four raylets on this machine, the first of them with the head."""
+@dataclass
+class Disk:
+    """A small disk, and the environment in which a process sees how small it is."""
 
-    def __init__(self, full: str) -> None:
+    folder: Path
+    env: dict[str, str]
+
+
+@contextlib.contextmanager
+def small_disk_in(root: Path, *, mounts: bool = True) -> Iterator[Disk]:
+    """A file system of 64 KiB; where none may be mounted, writes that fail in the same way (``full_disk.c``)."""
+    folder = root / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)]
+    if mounts and shutil.which("mount") and subprocess.run(mount, capture_output=True).returncode == 0:
+        try:
+            yield Disk(folder, {})
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+        return
+    library, source = root / "full_disk.so", Path(__file__).with_name("full_disk.c")
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("g++")
+    assert compiler, "neither may a disk be mounted here nor is there a compiler"
+    build = [compiler, "-x", "c", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(build, check=True, capture_output=True)
+    yield Disk(folder, {"LD_PRELOAD": str(library), "NIGHT_FULL": str(folder.resolve())})
+
+
+class FourNodes:
+    """A cluster of four raylets on this machine, the first of them with the head; the last sees the small disk."""
+
+    def __init__(self, disk: Disk) -> None:
         from ray.cluster_utils import Cluster
 
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
-        self._node = {**node, "env_vars": {"NIGHT_DISK": os.path.dirname(full)}}
-        self._full = {**node, "env_vars": {"NIGHT_DISK": full}}
+        self._node = {**node, "env_vars": {"NIGHT_DISK": str(disk.folder.parent)}}
+        self._full = {**node, "env_vars": {"NIGHT_DISK": str(disk.folder), **disk.env}}
         self.cluster = Cluster(initialize_head=True, head_node_args={**self._node, "_system_config": QUICK})
         self.mended()
 
@@ -110,12 +140,12 @@ def write_matrix(path: Path, phases: dict, *, nodes: int = 4) -> Path:
     return path
 
 
-def begin(matrix: Path, out: Path, history: Path, *more: str, commit: str = "c0ffee") -> subprocess.Popen:
+def begin(matrix: Path, out: Path, history: Path, *more: str, commit="c0ffee", env=None) -> subprocess.Popen:
     argv = ["nightly", "run", str(matrix), "--row", "chaos", "--out", str(out), "--history", str(history), "--json"]
     return subprocess.Popen(
         [sys.executable, "-m", "alignment", *argv, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # A night is of one commit; that of this tree may change while the test runs.
-        env={**os.environ, "ALIGNMENT_COMMIT": commit},
+        env={**os.environ, "ALIGNMENT_COMMIT": commit, **(env or {})},
     )  # fmt: skip
 
 
@@ -128,8 +158,8 @@ def end(process: subprocess.Popen, out: Path) -> Told:
     return told
 
 
-def night(matrix: Path, out: Path, history: Path, *more: str) -> Told:
-    return end(begin(matrix, out, history, *more), out)
+def night(matrix: Path, out: Path, history: Path, *more: str, env=None) -> Told:
+    return end(begin(matrix, out, history, *more, env=env), out)
 
 
 def show(folder: Path) -> tuple[int, str]:
@@ -140,31 +170,14 @@ def show(folder: Path) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def mounted(tmp_path_factory):
-    """A folder, and why it is no file system of 64 KiB where that cannot be had."""
-    folder = tmp_path_factory.mktemp("disks") / "full"
-    folder.mkdir()
-    try:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
-        why = done.stderr.decode().strip()
-    except OSError as error:
-        why = str(error)
-    yield folder, why
-    if not why:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.fixture
-def small_disk(mounted):
-    folder, why = mounted
-    if why:
-        pytest.skip(f"a small disk cannot be mounted here: {why}")
-    return folder
+def small_disk(tmp_path_factory):
+    with small_disk_in(tmp_path_factory.mktemp("disks")) as disk:
+        yield disk
 
 
 @pytest.fixture(scope="module")
-def four_nodes(mounted):
-    nodes = FourNodes(str(mounted[0]))
+def four_nodes(small_disk):
+    nodes = FourNodes(small_disk)
     yield nodes
     nodes.shutdown()
 
@@ -288,6 +301,12 @@ def chaos(four_nodes, phases, tmp_path, names: list[str]) -> Told:
     return told
 
 
+def printed_on_nodes(told: Told, phase: str) -> list[str]:
+    """What the command of a phase printed on each node."""
+    paths = [told.folder / phase / name / "stdout.txt" for name in told.phases[phase]["nodes"]]
+    return [path.read_text() if path.is_file() else "" for path in paths]
+
+
 def assert_every_phase_lost_a_node(told: Told, names: list[str]) -> None:
     assert (told.code, told.printed["outcome"], told.printed["action"]) == (3, "error", "page")
     for name in names:
@@ -297,7 +316,7 @@ def assert_every_phase_lost_a_node(told: Told, names: list[str]) -> None:
         assert f"the node was lost: {lost}" in cause, cause
     # What was finished is kept: the steps of the training, what the other nodes said, the page, the record.
     if "doctor" in names:
-        assert len(list((told.folder / "doctor").glob("*/stdout.txt"))) >= 3
+        assert sum(bool(text) for text in printed_on_nodes(told, "doctor")) >= 3
     assert (told.folder / "dapo" / "run" / "metrics.jsonl").read_text().count("\n") > 1
     assert "the node was lost" in (told.folder / "report.html").read_text()
     (kept,) = History(told.folder.parent / "h.sqlite").nights()
@@ -324,8 +343,7 @@ def test_a_cluster_that_lacks_a_node_is_no_environment_for_a_night(four_nodes, t
     assert told.phase("store") == ("error", "environment", "4 of 5 nodes are in the Ray cluster")
     assert told.code == 3 and len(list(tmp_path.glob("night/store/*/filled.json"))) == 4
     # A phase sees every card of its node, as it would without Ray.
-    printed = [json.loads(path.read_text()) for path in tmp_path.glob("night/store/*/stdout.txt")]
-    assert [document["cards"] for document in printed] == ["all"] * 4
+    assert [json.loads(text)["cards"] for text in printed_on_nodes(told, "store")] == ["all"] * 4
 
 
 # Disks and files.
@@ -380,31 +398,31 @@ def test_damaged_evidence_is_found_and_named(clean, tmp_path):
     assert told.printed["cause"].startswith("nan: new: nan/metrics are finite: actor/grad_norm is nan")
 
 
-def test_a_full_disk_costs_no_verdict(small_disk, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mounts", [True, False], ids=["disk", "writes"])
+def test_a_full_disk_costs_no_verdict(tmp_path, monkeypatch, mounts):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     first, after = quick(["fill", "{out}", "10"]), quick(["fill", "{out}", "9"])
-    phases = {"first": first, "hog": quick(["hog", "{night}"]), "after": after}
-    matrix = write_matrix(tmp_path / "m.yaml", phases, nodes=1)
-    try:
-        told = night(matrix, small_disk / "night", tmp_path / "h.sqlite")
+    with small_disk_in(tmp_path, mounts=mounts) as disk:
+        phases = {"first": first, "hog": quick(["hog", str(disk.folder)]), "after": after}
+        matrix = write_matrix(tmp_path / "m.yaml", phases, nodes=1)
+        told = night(matrix, disk.folder / "night", tmp_path / "h.sqlite", env=disk.env)
         assert (told.code, told.printed["outcome"]) == (3, "error")
-        assert told.phase("first")[0] == "pass" and (small_disk / "night" / "first" / "filled.json").is_file()
+        assert told.phase("first")[0] == "pass" and (disk.folder / "night" / "first" / "filled.json").is_file()
         for name in ("hog", "after"):
             outcome, stage, cause = told.phase(name)
             assert (outcome, stage) == ("error", "environment") and "No space left on device" in cause, cause
-        # The verdict is where there was room, and the last line of the log says where.
+        # The verdict is where there was room, and the log says where.
         (elsewhere,) = tmp_path.glob("night-chaos-*.json")
         assert json.loads(elsewhere.read_text())["outcome"] == "error"
         assert f"the verdict lies in {elsewhere}" in told.errors
-        other = night(write_matrix(tmp_path / "m.yaml", {"first": phases["first"]}, nodes=1), tmp_path / "other",
-                      small_disk / "h.sqlite")  # fmt: skip
+        if not mounts:
+            return
+        other = night(write_matrix(tmp_path / "m.yaml", {"first": first}, nodes=1), tmp_path / "other",
+                      disk.folder / "h.sqlite", env=disk.env)  # fmt: skip
         # A night that cannot be compared with the next one is not green either.
         assert other.phase("first")[0] == "pass" and (other.code, other.printed["outcome"]) == (3, "error")
         assert "the night was not taken into the history" in other.printed["cause"]
         assert json.loads((other.folder / "night.json").read_text())["outcome"] == "error"
-    finally:
-        for path in small_disk.rglob("hogged"):
-            path.unlink()
 
 
 # The driver itself.
