@@ -37,6 +37,9 @@ def damaged(source: str, target: str, fault: str) -> None:
 
 def fill(folder: str, size: str) -> None:
     """Leaves a document in a folder, or in the one that a variable of the node names, which may be full."""
+    library = os.environ.pop("NIGHT_PRELOAD", "")
+    if library:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "LD_PRELOAD": library})
     from alignment.files import write_json
 
     write_json(Path(os.environ.get(folder, folder)) / "filled.json", {"text": "x" * int(size)})

@@ -75,7 +75,9 @@ class FourNodes:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
         self._node = {**node, "env_vars": {"NIGHT_DISK": str(disk.folder.parent)}}
-        self._full = {**node, "env_vars": {"NIGHT_DISK": str(disk.folder), **disk.env}}
+        # Ray keeps LD_PRELOAD from its workers; the command sets it for itself.
+        env = {name.replace("LD_PRELOAD", "NIGHT_PRELOAD"): value for name, value in disk.env.items()}
+        self._full = {**node, "env_vars": {"NIGHT_DISK": str(disk.folder), **env}}
         self.cluster = Cluster(initialize_head=True, head_node_args={**self._node, "_system_config": QUICK})
         self.mended()
 
