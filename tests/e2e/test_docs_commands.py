@@ -102,8 +102,14 @@ GIVEN = {
 }
 
 
-HEAVY = ("docs/diagnose.md", "docs/faults.md", "docs/verl.md")
-"""Pages that take a minute of one core and more: for the nightly (``-m "docs and slow"``)."""
+HEAVY = (
+    "docs/diagnose.md",
+    "docs/faults.md",
+    "docs/how-to/your-own-verl-run.md",
+    "docs/story-garbled-rollout.md",
+    "docs/verl.md",
+)
+"""What CI has no time for, and the nightly runs (``-m "docs and slow"``)."""
 
 
 def smaller(text: str) -> str:
