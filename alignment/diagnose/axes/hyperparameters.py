@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.axes.megatron_arguments import megatron_arguments
 from alignment.diagnose.run_stages import RunData
 from alignment.rl.config import DEVICE_ONLY_FIELDS
 from alignment.rl.run import FREE_IN_COMPARISON
@@ -22,6 +23,7 @@ _WEIGHTS: tuple[tuple[int, str], ...] = (
     (0, r"^(actor_rollout_ref\.model\.(path|tokenizer_path|hf_config_path)|data\.(train|val)_files)$"),
     (0, r"(_dir$|_workers$|_timeout|nccl|profiler|tensorboard|dist_checkpointing_path)"),
     (3, r"(reward|critic|teacher).*path$"),
+    (3, r"^(lr|min_lr|lr_\w+|weight_decay|clip_grad|adam_\w+|global_batch_size|seq_length|train_iters)$"),
     (
         3,
         r"(\.optim\.|\.lr$|clip_ratio|grad_clip|loss_agg_mode|loss_scale_factor|kl_|entropy_coeff|adv_estimator|norm_adv)",
@@ -54,9 +56,24 @@ def differences(dut: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str
 
 def check(dut: RunData, baseline: RunData) -> AxisReport:
     """Fields that differ, the most powerful first. What only says where and on how many devices is set apart."""
-    if not (dut.config and baseline.config):
-        return report(AXIS, [], compared="", unseen="a run has no resolved configuration")
     findings, apart = [], []
+    own = [megatron_arguments(run.directory) for run in (dut, baseline)]
+    if all(own):
+        for name, (theirs, ours) in differences(*own).items():
+            weight = weight_of(name)
+            if weight == 0:
+                apart.append(f"Megatron's {name}: {theirs} → {ours}")
+                continue
+            evidence = f"{theirs} → {ours} ({_MEANING[weight]})"
+            findings.append(Finding(axis=AXIS, cause=f"Megatron's {name}", evidence=evidence, weight=weight))
+    if not (dut.config and baseline.config):
+        return report(
+            AXIS,
+            findings,
+            compared=f"{len(own[0])} arguments of Megatron agree",
+            remarks=[f"device only: {text}" for text in apart],
+            unseen="" if all(own) else "a run has no resolved configuration",
+        )
     for field, (theirs, ours) in differences(dut.config, baseline.config).items():
         weight = weight_of(field)
         if field in DEVICE_ONLY_FIELDS or field in FREE_IN_COMPARISON - {"trainer.seed"} or weight == 0:
