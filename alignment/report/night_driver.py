@@ -618,5 +618,6 @@ def _last_line(path: Path) -> str:
             lines = file.read().decode("utf-8", "replace").split("\n")
     except OSError:
         return ""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+    # The last bracket of a document says nothing.
+    return next((line.strip()[:300] for line in reversed(lines) if any(map(str.isalpha, line))), "")
 
