@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from alignment.diagnose.axes.software import COMMUNICATION
 from alignment.diagnose.collective_record import RECORD, CollectiveRecorder, load_records
 from alignment.diagnose.collective_replay import Replay, replay
 from alignment.errors import InputError
@@ -37,7 +38,7 @@ from alignment.rl.executor import Executor, InProcessExecutor, Placement
 from alignment.rl.observers import ObserverSpec
 from alignment.rl.worker import DTYPES, Worker, WorkerSetting
 
-LIMIT = 0.01
+LIMIT = COMMUNICATION
 """Relative difference of loss or gradient norm between one process and many that convicts communication: the field's
 rule (DeepSeek-V3 on Atlas, one machine with gradient accumulation against several with the same global batch)."""
 
