@@ -184,7 +184,7 @@ class Reducer:
         if spans is None or not t.numel():
             return False
         if not self.sketch_size:
-            found = fast.statistics_of_spans(t, spans)
+            found = fast.statistics(t) if samples.full else fast.statistics_of_spans(t, spans)
         else:
             both = self._fast().reduce_spans(t, spans)
             found = None if both is None else both[0]

@@ -64,6 +64,13 @@ class Samples:
             self._seen["groups"] = [group_of(key) for key in self.keys]
         return self._seen["groups"]
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no padding."""
+        if "full" not in self._seen:
+            self._seen["full"] = all(bounds == (0, self.shape[1]) for bounds in self.bounds)
+        return self._seen["full"]
+
     def counted(self, met: dict[str, int]) -> Samples:
         """The same with equal samples told apart over all micro batches; ``met`` counts them."""
         keys = tuple(numbered(key.partition("#")[0], met) for key in self.keys)
@@ -119,9 +126,19 @@ class Samples:
         """Where the real tokens of every sample lie in a contiguous tensor [samples, tokens, …]: first element, number
         of elements, and :attr:`Part.group`. None for any other layout, of which :meth:`parts` may know more."""
         b, s = self.shape
-        if t.dim() < 2 or t.shape[0] != b or t.shape[1] != s or not t.is_contiguous():
+        n, shape = t.dim(), t.shape
+        if n < 2 or shape[0] != b or not t.is_contiguous():
             return None
-        if t.dim() > 2:
+        if shape[1] != s:
+            if not (self.full and n == 4 and s > 1 and s in shape[2:] and not (shape[1] == b and shape[0] == s)):
+                return None
+            # attention weights and heads without padding: each sample's are one run
+            key = "runs", t.numel()
+            if key not in self._seen:
+                run = t.numel() // b
+                self._seen[key] = [(i * run, run, group) for i, group in enumerate(self.groups)]
+            return self._seen[key]
+        if n > 2:
             self._seen["tokens first"] = False
         inner = t.numel() // (b * s) if b * s else 0
         found = self._seen.get(inner)
