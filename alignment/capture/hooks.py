@@ -23,6 +23,10 @@ from alignment.capture.shards import activation_shard, global_names, local_tenso
 from alignment.capture.stage import StageRecord
 
 
+_SETTINGS = SettingsReader()
+"""Of every stage: what the code of a class reads is looked up once."""
+
+
 @dataclass(frozen=True)
 class HookedModule:
     """What is known of a module before it runs."""
@@ -101,7 +105,7 @@ class ModuleHooks:
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
         first = self.record.next_call(f"{self.prefix}\0settings") == 0
-        settings = SettingsReader() if self.settings and first else None
+        settings = _SETTINGS if self.settings and first else None
         for name, module in modules.items():
             if isinstance(module, containers):
                 continue
