@@ -115,6 +115,7 @@ def list_baselines(
 def show_baseline(
     name: Annotated[str, typer.Argument(metavar="CASE", help="Case id, or preset of a training run.")],
     baseline: BaselineOption = BASELINES,
+    as_json: Annotated[bool, typer.Option("--json", help="Changes nothing: the output is always JSON.")] = False,
 ) -> None:
     """One stored baseline in full, as JSON: bounds, noise, provenance."""
     from alignment.baseline.listing import details

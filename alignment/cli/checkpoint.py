@@ -59,6 +59,7 @@ def write_dist_checkpoint(
     target: TargetArgument,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16: that of the run that will load it.")] = "float32",
     device: DeviceOption = "cpu",
+    as_json: JsonOption = False,
 ) -> None:
     """A Hugging Face checkpoint as megatron-core's distributed one, for actor.megatron.use_dist_checkpointing."""
     import torch
@@ -77,7 +78,11 @@ def write_dist_checkpoint(
         source, optimizer=None, outputs=lambda logits, following: {}, dtype=dtypes[dtype], device=get_device(device)
     )
     megatron_dist_checkpoint.write(engine, target, source=hash_checkpoint(source))
-    print(f"{target}: written by megatron-core {engine.version} from {source}")
+    if as_json:
+        document = {"target": str(target), "source": str(source), "dtype": dtype, "megatron_core": engine.version}
+        print(json.dumps(document))
+    else:
+        print(f"{target}: written by megatron-core {engine.version} from {source}")
 
 
 @checkpoint_app.command("cut")
@@ -86,6 +91,7 @@ def cut(
     target: TargetArgument,
     layers: Annotated[str, typer.Option(help="Layers to keep, in order: 0,3,60")],
     keep_mtp: Annotated[bool, typer.Option(help="Keep the multi-token-prediction layers.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """A small real checkpoint from a large one: the field's way from 671B to one machine."""
     from alignment.weights.cut import cut_checkpoint
@@ -95,4 +101,7 @@ def cut(
     except ValueError:
         raise InputError("layers are numbers", where="--layers", expected="0,3,60", found=layers) from None
     cut_checkpoint(source, target, layers=kept, keep_mtp=keep_mtp)
-    print(f"{target}: {len(kept)} layers of {source}")
+    if as_json:
+        print(json.dumps({"target": str(target), "source": str(source), "layers": kept, "keep_mtp": keep_mtp}))
+    else:
+        print(f"{target}: {len(kept)} layers of {source}")

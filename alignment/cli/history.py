@@ -114,13 +114,15 @@ def decide(
     accept: Annotated[bool, typer.Option("--accept/--reject", help="Whether drift is measured against this night.")],
     reason: Annotated[str, typer.Option(help="Why.")],
     history: FileOption = FILE,
+    as_json: JsonOption = False,
 ) -> None:
     """A person's word on a night: it counts, or it does not."""
     from alignment.report.history import History
 
     nights = _existing(history, History)
     nights.decide(run, accepted=accept, reason=reason)
-    print(f"{nights.find(run).name}: {'accepted' if accept else 'rejected'}")
+    name, decision = nights.find(run).name, "accepted" if accept else "rejected"
+    print(json.dumps({"name": name, "decision": decision, "reason": reason}) if as_json else f"{name}: {decision}")
 
 
 @history_app.command("quarantine")
@@ -129,6 +131,7 @@ def quarantine(
     until: Annotated[str, typer.Option(help="The last day, at most 30 days from now: 2027-01-31.")],
     reason: Annotated[str, typer.Option(help="Why, and who works on it.")],
     history: FileOption = FILE,
+    as_json: JsonOption = False,
 ) -> None:
     """Take a check out of the night's call for a while; it still runs and is still shown."""
     from alignment.report.history import History
@@ -138,7 +141,10 @@ def quarantine(
     except ValueError:
         raise InputError("not a day", where="--until", expected="YYYY-MM-DD", found=until) from None
     _existing(history, History).quarantine(check, until=day, reason=reason)
-    print(f"{check}: in quarantine until {day}")
+    if as_json:
+        print(json.dumps({"check": check, "until": day.isoformat(), "reason": reason}))
+    else:
+        print(f"{check}: in quarantine until {day}")
 
 
 def _existing(path: Path, history_type):
