@@ -270,13 +270,19 @@ addEventListener("load", () => {
 browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
 
 
-def opened(page: Path, directory: Path) -> str:
-    """The document after its scripts have run, as Chromium writes it."""
+def visited(page: Path, directory: Path) -> tuple[str, list[str]]:
+    """The document after its scripts have run, as Chromium writes it, and what went to the browser's console."""
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom",
-        f"--user-data-dir={directory / 'profile'}", page.as_uri(),
+        "--enable-logging=stderr", "--v=0", f"--user-data-dir={directory / 'profile'}", page.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+def opened(page: Path, directory: Path) -> str:
+    """The document after its scripts have run, as Chromium writes it."""
+    return visited(page, directory)[0]
 
 
 def told_by(document: str) -> Any:
@@ -292,7 +298,9 @@ def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     )
     text = page.read_text().replace("<style>", errors + "<style>", 1).replace("</body>", PROBE + "</body>", 1)
     page.write_text(text)
-    told = told_by(opened(page, tmp_path))
+    document, console = visited(page, tmp_path)
+    told = told_by(document)
+    assert console == []
     assert told["errors"] == [] and told["requests"] == []
     assert told["charts"] == 3
     assert told["first"] == "step 1: 0.14286" and told["last"] == f"step {STEPS}: 28.571"
@@ -300,6 +308,21 @@ def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     assert told["chosen"].startswith("more/metric_5, 200 steps")
     assert told["theme"] in ("light", "dark")
     assert "owned" not in told["title"]
+
+
+@browser
+def test_the_console_of_the_browser_is_read(run, tmp_path):
+    page = write_page([run], tmp_path / "page.html")
+    wrong = {
+        "planted": "<script>console.error('planted')</script>",
+        "Uncaught Error: thrown": "<script>throw new Error('thrown')</script>",
+        "violates the following Content Security Policy": '<img alt="" src="http://127.0.0.1:9/x.png">',
+    }
+    page.write_text(page.read_text().replace("</main>", "".join(wrong.values()) + "</main>", 1))
+    _, console = visited(page, tmp_path)
+    assert len(console) == len(wrong)
+    for message in wrong:
+        assert any(message in line for line in console), (message, console)
 
 
 ASK_AXE = """
