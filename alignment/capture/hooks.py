@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from alignment.capture.leaves import call_leaves, output_leaves
-from alignment.capture.record import Shard
+from alignment.capture.record import Shard, holds_samples
 from alignment.capture.reduction import Reduced
-from alignment.capture.samples import Samples, holds_samples, samples_of_call
+from alignment.capture.samples import Samples, samples_of_call
 from alignment.capture.settings import SettingsReader
 from alignment.capture.shards import activation_shard, global_names, local_tensor, parameter_shard
 from alignment.capture.stage import StageRecord

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.capture.hooks import ModuleHooks
 from alignment.capture.leaves import leaves
-from alignment.capture.samples import holds_samples
+from alignment.capture.record import holds_samples
 from alignment.capture.stage import StageRecord
 
 _VIEWS = frozenset(

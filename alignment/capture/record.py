@@ -6,6 +6,7 @@ costs NumPy and nothing more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,3 +169,12 @@ class CaptureReader(Protocol):
     def describe(self) -> dict[str, Any]:
         """What is known about the capture as a whole: format, detail, provenance."""
         ...
+
+
+_PICKED = re.compile(r"(^|\.)(local_)?experts\.\d+(\.|$)")
+
+
+def holds_samples(module: str) -> bool:
+    """Whether a module of this name may hold samples and tokens: a single expert holds the rows that chose it, which
+    are as many now and then."""
+    return not _PICKED.search(module)

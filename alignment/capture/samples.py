@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,6 @@ from alignment.numerics.sketch import Place
 BLOCK = 8
 """A sample's elements begin at a multiple of 2⁸ groups of a sketch; longer ones run on into the next block."""
 _BLOCKS = 1 << 24
-_PICKED = re.compile(r"(^|\.)(local_)?experts\.\d+(\.|$)")
-
-
-def holds_samples(module: str) -> bool:
-    """Whether a module of this name may hold samples and tokens: a single expert holds the rows that chose it, which
-    are as many now and then."""
-    return not _PICKED.search(module)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from alignment.capture.own_format import PART_BYTES, RowColumns, write_part, write_rows
-from alignment.capture.record import Shard
+from alignment.capture.record import Shard, holds_samples
 from alignment.capture.reduction import Reduced, Reducer, _to_host
-from alignment.capture.samples import Samples, holds_samples
+from alignment.capture.samples import Samples
 from alignment.capture.writer import BackgroundWriter
 from alignment.numerics.sketch import Place
 

@@ -21,6 +21,8 @@ from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
 
 LARGEST = 10
 """Pairs that are kept for display, by relative difference."""
+NAMED = 3
+"""Modules with tensors that were not compared that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +58,35 @@ class StageComparison:
         return [str(gap) for gap in self.unpaired if gap.fails]
 
     @property
+    def skipped(self) -> list[Unpaired]:
+        """Tensors that both sides have and that were not compared, because padding is among them."""
+        return [gap for gap in self.unpaired if gap.skipped]
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether what was compared agrees, but what was not may hold a fault as well as padding."""
+        return self._agrees and any(gap.disagrees for gap in self.skipped)
+
+    @property
     def first(self) -> Finding | None:
         """The first introduced divergence: forward before backward, which is what things were computed in."""
         return self.localisation.first("forward") or self.localisation.first("backward")
 
     @property
     def aligned(self) -> bool:
-        """Whether nothing diverges and nothing is missing."""
+        """Whether nothing diverges, nothing is missing, and nothing that was left out disagrees."""
+        return self._agrees and not self.unsettled
+
+    @property
+    def _agrees(self) -> bool:
         return not self.localisation.findings and not self.failures and self.pairs > 0
+
+    @property
+    def outcome(self) -> Outcome:
+        """Whether it is aligned, is not, or cannot be told."""
+        if self.unsettled:
+            return Outcome.INCONCLUSIVE
+        return Outcome.PASS if self.aligned else Outcome.FAIL
 
     def verdict(self, subject: str, device: str, baseline: str) -> Verdict:
         """This stage as the suite's verdict."""
@@ -80,7 +103,7 @@ class StageComparison:
             )
             measures = (measure,)
             where = Divergence(stage=self.stage, module=first.module or "(root)", quantity=first.quantity, detail=place)
-        outcome = Outcome.PASS if self.aligned else Outcome.FAIL
+        outcome = self.outcome
         return Verdict(
             check=f"compare/{self.stage}", layer="layer", stage=self.stage, subject=subject, device=device,
             outcome=outcome, reason=self.reason(), measures=measures, where=where, baseline=baseline,
@@ -109,11 +132,27 @@ class StageComparison:
             if healed
             else ""
         )
-        return f"{self.pairs} tensors agree within the error of their sources{remark}"
+        left = f"; {self.left_out}" if self.skipped else ""
+        return f"{self.pairs} tensors agree within the error of their sources{remark}{left}"
+
+    @property
+    def left_out(self) -> str:
+        """What was not compared, in words; empty where all was."""
+        if not self.skipped:
+            return ""
+        # Those that disagree first: they are why a stage cannot be told.
+        gaps = sorted(self.skipped, key=lambda gap: not gap.disagrees)
+        modules = list(dict.fromkeys(gap.name.split(" ")[0] for gap in gaps))
+        named = ", ".join(modules[:NAMED]) + (f" and {len(modules) - NAMED} more" if len(modules) > NAMED else "")
+        count = sum(gap.disagrees for gap in gaps)
+        disagree = f" (statistics of {count} disagree)" if count else ""
+        return f"not compared: {len(gaps)} tensors of {named}, because padding differs{disagree}"
 
     def next_command(self, subject: str) -> str | None:
         """What to run to learn more."""
         first = self.first
+        if self.unsettled:
+            return "capture both with the same padding, or name what may differ with --allow-missing"
         if first is None:
             return None
         if first.quantity.startswith("parameter"):
@@ -133,11 +172,13 @@ class StageComparison:
             "stage": self.stage,
             "rank": self.rank,
             "aligned": self.aligned,
+            "outcome": self.outcome.value,
             "pairs": self.pairs,
             "golden_rows": self.rows[0],
             "target_rows": self.rows[1],
             "details": list(self.details),
             "reason": self.reason(),
+            "not_compared": len(self.skipped),
             "first_forward": _finding(self.localisation.first("forward")),
             "first_backward": _finding(self.localisation.first("backward")),
             "findings": [_finding(f) for f in self.localisation.findings],
@@ -158,8 +199,9 @@ class CaptureComparison:
 
     @property
     def first(self) -> StageComparison | None:
-        """The first stage that is not aligned."""
-        return next((stage for stage in self.stages if not stage.aligned), None)
+        """The first stage that is not aligned: one that fails before one that cannot be told."""
+        unlike = [stage for stage in self.stages if not stage.aligned]
+        return next((stage for stage in unlike if not stage.unsettled), unlike[0] if unlike else None)
 
     def verdicts(self, device: str = "cpu") -> list[Verdict]:
         """One verdict per stage, and one for steps, stages or ranks that one side lacks."""

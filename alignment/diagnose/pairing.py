@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alignment.capture.record import Statistics, TensorRow
+from alignment.capture.record import Statistics, TensorRow, holds_samples
 from alignment.diagnose.difference import (
     RESOLUTION,
     Difference,
@@ -38,12 +38,17 @@ class Unpaired:
         what: ``module``, ``call``, ``parameter`` or ``tensor``; a tensor beside paired ones of its call is a remark,
             the rest a failure.
         side: the side that has it.
+        skipped: both sides have it, and padding among it keeps it from being compared.
+        disagrees: it was skipped, though the two are of one shape and their statistics disagree: it may be padding, or
+            a fault. False for the rows of a single expert, whose results are compared where they leave the experts.
     """
 
     what: str
     side: str
     name: str
     detail: str = ""
+    skipped: bool = False
+    disagrees: bool = False
 
     @property
     def fails(self) -> bool:
@@ -51,6 +56,8 @@ class Unpaired:
         return self.what != "tensor"
 
     def __str__(self) -> str:
+        if self.skipped:
+            return f"{self.what} {self.name} not compared ({self.detail})"
         other = "target" if self.side == "golden" else "golden"
         return f"{self.what} {self.name} only in {self.side}, missing in {other}" + (
             f" ({self.detail})" if self.detail else ""
@@ -70,6 +77,10 @@ class Pairing:
     moved: str = ""
     """``order`` where the samples of both sides stand otherwise, ``padding`` where padding does: what tensors hold that
     name no samples."""
+    reordered: bool = False
+    """Whether samples stand in other micro batches or in another order, whatever the padding."""
+    real_tokens: frozenset[int] = frozenset()
+    """How many real tokens a micro batch may have, on both sides, and all of them together."""
     rebatched: bool = False
     """Whether calls had to be joined, because the micro batches hold other samples."""
 
@@ -88,7 +99,9 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
     settings: tuple[dict, dict] = {}, {}
     first = _grouped(golden, names.golden, settings[0])
     second = _grouped(target, names.target, settings[1])
-    out.moved = _moved(_layout(first), _layout(second))
+    layouts = _layout(first), _layout(second)
+    out.moved, out.reordered = _moved(*layouts), layouts[0][0] != layouts[1][0]
+    out.real_tokens = _counts(layouts[0]) & _counts(layouts[1])
     _unfuse(first, second)
     for key, row in settings[0].items():
         if key in settings[1]:
@@ -138,6 +151,13 @@ def _moved(golden: _Layout, target: _Layout) -> str:
     if golden[1] != target[1] and any(b != (0, n) for side in (golden[1], target[1]) for b, n in side.values()):
         return "padding"
     return "" if golden[0] == target[0] else "order"
+
+
+def _counts(layout: _Layout) -> frozenset[int]:
+    batches, bounds = layout
+    lengths = {key: high - low for key, ((low, high), _) in bounds.items()}
+    every = {sum(lengths[key] for key in keys) for keys in batches}
+    return frozenset(every | {sum(lengths.values())}) - {0}
 
 
 def _grouped(rows: Iterable[TensorRow], name_of, settings: dict) -> dict[tuple[str, str, str], _Group]:
@@ -286,14 +306,22 @@ def _pair(module: str, call: int, golden: TensorRow, target: TensorRow, out: Pai
     """Adds the pair. Where samples stand otherwise in the two, tensors that do not name theirs (rows that were picked
     from all tokens, positions that all share) are compared by statistics, or not at all where padding is among them."""
     pair = pair_of(module, call, golden, target)
-    if out.moved and not (golden.by_key and target.by_key) and golden.kind in ("module", "operator"):
+    moved = out.moved
+    if moved == "padding" and _all_real(module, golden, target, out.real_tokens):
+        moved = "order" if out.reordered else ""
+    if moved and not (golden.by_key and target.by_key) and golden.kind in ("module", "operator"):
         if len(golden.shape) > 1 or golden.shape != target.shape:
             alike = golden.shape == target.shape and None not in (golden.statistics, target.statistics)
             found = from_statistics(golden.statistics, target.statistics) if alike else None
-            if out.moved == "padding" and (found is None or found.relative > rounding(pair.dtype)):
+            if moved == "padding" and (found is None or found.relative > rounding(pair.dtype)):
                 name = f"{module or '(root)'} {golden.role} {golden.path}"
-                detail = f"padding among its {list(golden.shape)} and {list(target.shape)}: not compared"
-                out.unpaired.append(Unpaired(what="tensor", side="golden", name=name, detail=detail))
+                detail = f"padding among its {list(golden.shape)} and {list(target.shape)}"
+                disagrees = golden.shape == target.shape and holds_samples(module)
+                out.unpaired.append(
+                    Unpaired(
+                        what="tensor", side="golden", name=name, detail=detail, skipped=True, disagrees=disagrees
+                    )
+                )  # fmt: skip
                 return
             if found is not None and not pair.difference.problem:
                 if pair.difference.detail != "statistics":
@@ -301,6 +329,15 @@ def _pair(module: str, call: int, golden: TensorRow, target: TensorRow, out: Pai
                     found.relative, found.detail = max(found.relative, RESOLUTION), "sketch"
                 pair.difference, pair.identity = found, None
     out.pairs.append(pair)
+
+
+def _all_real(module: str, golden: TensorRow, target: TensorRow, real_tokens: frozenset[int]) -> bool:
+    """Whether both hold one row for every real token and none for padding, as engines do that remove it: [tokens, …] or
+    [1, tokens, …]. The rows of a single expert are as many by chance only."""
+    shape = golden.shape
+    if len(shape) < 2 or shape != target.shape or not holds_samples(module):
+        return False
+    return shape[0] in real_tokens or len(shape) > 2 and shape[0] == 1 and shape[1] in real_tokens
 
 
 def _alike(first: TensorRow, second: TensorRow) -> bool:

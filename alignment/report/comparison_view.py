@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from alignment.diagnose.capture_comparison import CaptureComparison, StageComparison
 from alignment.diagnose.localise import Finding
+from alignment.numerics.verdict import Outcome
 
 SHOWN = 8
 """Findings and gaps per stage; ``--json`` has all."""
+_WORDS = {Outcome.PASS: "aligned", Outcome.FAIL: "MISALIGNED", Outcome.INCONCLUSIVE: "INCONCLUSIVE"}
 
 
 def comparison_lines(comparison: CaptureComparison, *, shown: int = SHOWN) -> Iterator[str]:
@@ -24,7 +26,7 @@ def comparison_lines(comparison: CaptureComparison, *, shown: int = SHOWN) -> It
             (
                 str(stage.step), stage.stage, "all" if stage.rank is None else str(stage.rank), str(stage.pairs),
                 str(introduced), str(len(stage.localisation.findings) - introduced), str(len(stage.failures)),
-                "aligned" if stage.aligned else "MISALIGNED",
+                _WORDS[stage.outcome],
             )
         )  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -34,6 +36,9 @@ def comparison_lines(comparison: CaptureComparison, *, shown: int = SHOWN) -> It
     if first is not None:
         yield ""
         yield from stage_lines(first, shown)
+    for stage in comparison.stages:
+        if stage.skipped:
+            yield f"step {stage.step} {stage.stage}: {stage.left_out}"
     for gap in comparison.missing:
         yield f"MISSING  {gap}"
     yield ""
@@ -42,7 +47,8 @@ def comparison_lines(comparison: CaptureComparison, *, shown: int = SHOWN) -> It
 
 def stage_lines(stage: StageComparison, shown: int) -> Iterator[str]:
     """The first stage that is not aligned, in full."""
-    yield f"first misaligned: step {stage.step} {stage.stage}: {stage.reason()}"
+    kind = "inconclusive" if stage.unsettled else "misaligned"
+    yield f"first {kind}: step {stage.step} {stage.stage}: {stage.reason()}"
     for direction in ("forward", "backward"):
         finding = stage.localisation.first(direction)
         if finding is not None:
@@ -84,9 +90,11 @@ def _size(finding: Finding) -> str:
 
 def headline(comparison: CaptureComparison) -> str:
     """One line."""
-    bad = sum(not stage.aligned for stage in comparison.stages)
-    if bad or comparison.missing:
-        return f"MISALIGNED: {bad} of {len(comparison.stages)} stages" + (
-            f", {len(comparison.missing)} missing" if comparison.missing else ""
-        )
-    return f"ALIGNED: {len(comparison.stages)} stages, {sum(stage.pairs for stage in comparison.stages)} tensors"
+    stages = comparison.stages
+    bad, open_ = (sum(stage.outcome is kind for stage in stages) for kind in (Outcome.FAIL, Outcome.INCONCLUSIVE))
+    missing = f", {len(comparison.missing)} missing" if comparison.missing else ""
+    if bad or missing:
+        return f"MISALIGNED: {bad} of {len(stages)} stages{missing}"
+    if open_:
+        return f"INCONCLUSIVE: {open_} of {len(stages)} stages hold tensors that were not compared and disagree"
+    return f"ALIGNED: {len(stages)} stages, {sum(stage.pairs for stage in stages)} tensors"

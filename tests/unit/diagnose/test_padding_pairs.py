@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from alignment.capture.session import capture
 from alignment.diagnose.capture_comparison import compare_captures
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
+from alignment.numerics.verdict import Outcome, exit_code
+from alignment.report.comparison_view import comparison_lines
 
 SAMPLES = ([3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14], [15, 16, 17, 18], [19, 20, 21])
 LENGTH = max(map(len, SAMPLES))
@@ -88,8 +91,10 @@ def test_equal_samples_are_equal_in_any_padding_order_and_micro_batch(tmp_path, 
     # statistics bound a difference from below, the one of a source as well: sums over tokens would exceed it
     config = CaptureConfig(detail=detail, parameter_gradients=detail != "statistics")
     stage = compared(tmp_path, *WAYS[way], config=config)
-    assert problems(stage) == []
+    assert problems(stage) == [] and stage.outcome is Outcome.PASS
     assert stage.pairs > 60
+    # only rows of single experts, which may hold padding, are left out, and that is said
+    assert all(".experts." in gap.name for gap in stage.skipped) and stage.left_out in stage.reason()
 
 
 def scaled_last_token(model):
@@ -162,6 +167,65 @@ def test_a_mask_that_the_model_is_not_told_can_be_given_to_the_capture(tmp_path,
     stage = compare_captures(*found).stages[0]
     assert stage.aligned is given
     assert given or "2 of 2 samples missing, 2 others instead" in stage.reason()
+
+
+class Packed(nn.Module):
+    """Removes the padding before it computes, as engines do; ``filler`` rows of what stands in the padding follow."""
+
+    def __init__(self, *, scale=1.0, filler=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.linear, self.norm, self.head = (
+            nn.Embedding(32, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        )  # fmt: skip
+        self.scale, self.filler = scale, filler
+
+    def forward(self, input_ids, attention_mask):
+        real = attention_mask.bool()
+        rows = self.embed(input_ids[real])
+        if self.filler:
+            left = int(real.sum())
+            what = rows.new_full((4 * LENGTH - left, rows.shape[1]), float(input_ids.shape[1]))
+            rows = torch.cat([rows, what])
+        return self.head(self.norm(rows + self.scale * self.linear(rows)))
+
+
+def packed(tmp_path, *, scale, filler=False, left=3):
+    found = []
+    for name, given, padding in (("golden", 1.0, 0), ("target", scale, left)):
+        ids, mask = padded(SAME, left=padding)
+        model = Packed(scale=given, filler=filler)
+        with capture(model, CaptureConfig(settings=False), directory=tmp_path / name) as session, torch.no_grad():
+            with session.step(0):
+                model(input_ids=ids, attention_mask=mask)
+        assert session.failure is None
+        found.append(OwnCapture(tmp_path / name))
+    return compare_captures(*found)
+
+
+def test_where_padding_is_removed_the_rows_are_compared_whatever_the_padding_was(tmp_path):
+    right = packed(tmp_path / "right", scale=1.0).stages[0]
+    assert right.aligned and right.skipped == [] and problems(right) == []
+    wrong = packed(tmp_path / "wrong", scale=1.5).stages[0]
+    assert wrong.outcome is Outcome.FAIL and wrong.first.at == "norm" and wrong.skipped == []
+
+
+def test_what_is_left_out_for_its_padding_is_counted_and_a_disagreement_in_it_is_no_pass(tmp_path):
+    comparison = packed(tmp_path, scale=1.5, filler=True)
+    stage = comparison.stages[0]
+    assert not stage.aligned and stage.failures == []
+    verdict = stage.verdict("target", "cpu", "golden")
+    assert verdict.outcome is Outcome.INCONCLUSIVE
+    assert verdict.next_command.startswith("capture both with the same padding")
+    told = re.search(r"not compared: (\d+) tensors of .*, because padding differs \(statistics of \1 disagree\)", verdict.reason)
+    assert int(told[1]) == len(stage.skipped) > 0
+    assert str(stage.skipped[0]).endswith("not compared (padding among its [24, 8] and [24, 8])")
+    lines = list(comparison_lines(comparison))
+    assert stage.left_out in "\n".join(lines) and "INCONCLUSIVE" in lines[4]
+    assert lines[-1] == "INCONCLUSIVE: 1 of 1 stages hold tensors that were not compared and disagree"
+    assert exit_code(comparison.verdicts()) == 1
+    # the same numbers, equally padded, are compared
+    assert packed(tmp_path / "equal", scale=1.5, filler=True, left=0).stages[0].outcome is Outcome.FAIL
 
 
 # --- what is recorded ------------------------------------------------------------------------------------------------
