@@ -275,7 +275,8 @@ class _Night:
 
     def _phase(self, phase: Phase) -> PhaseRecord:
         folder = self.setting.out / phase.name
-        clear_up(folder)
+        for place in (folder, *sorted((folder / OWN).glob("*"))):
+            clear_up(place)
         earlier = read_phase(folder)
         if self.setting.resume and earlier is not None and self._still_whole(phase, folder, earlier):
             return replace(earlier, kept=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
-from alignment.report.night_process import Ended, adopting, run_command
+from alignment.report.night_process import Ended, adopting, clear_up, run_command
 
 TOKEN = ".store"
 """Written into the night by the head and read by every node: a node that reads another folder has no shared store."""
@@ -177,6 +177,9 @@ def _on_node(plan: Mapping[str, Any], name: str) -> dict:
         return asdict(Ended(code=None, seconds=0.0, cut=cut))
     cwd = Path(plan["cwd"])
     out = folder / name
+    # What an attempt before left running here; only this node can see it.
+    for earlier in folder.parent.glob(f"{folder.name}.attempt-*/{name}"):
+        clear_up(earlier)
     try:
         with adopting():
             ended = run_command(

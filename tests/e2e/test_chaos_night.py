@@ -438,7 +438,7 @@ def test_a_driver_that_is_ended_leaves_no_green_and_is_resumed(tmp_path, number)
     matrix = write_matrix(tmp_path / "m.yaml", phases, nodes=1)
     process = begin(matrix, out, history)
     running = out / "long" / "running.json"
-    while not (running.is_file() and running.stat().st_size):
+    while not (running.is_file() and json.loads(running.read_text())["pid"]):
         assert process.poll() is None
         time.sleep(0.02)
     child = json.loads(running.read_text())["pid"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -15,7 +18,7 @@ from typer.testing import CliRunner
 
 from alignment.cli import app
 from alignment.errors import InputError
-from alignment.files import write_json
+from alignment.files import read_json, write_json
 from alignment.report import night_driver, night_page
 from alignment.report.history import History
 from alignment.report.night import NightRecord, PhaseRecord, gravest, read_night, told, write_night
@@ -23,7 +26,7 @@ from alignment.report.night_driver import NightSetting, run_night
 from alignment.report.night_machine import write_provenance
 from alignment.report.night_matrix import read_matrix
 from alignment.report.night_nodes import Node, Watch
-from alignment.report.night_process import _runs, adopting, run_command
+from alignment.report.night_process import _machine, _runs, _started, adopting, clear_up, run_command
 
 OK = "print('{\"fine\": true}')"
 TODAY = date.today()
@@ -136,6 +139,54 @@ def test_what_a_dead_command_leaves_behind_is_ended(tmp_path):
         )
     assert (ended.code, ended.cut) == (0, "")
     assert not _runs(int((tmp_path / "stdout.txt").read_text()))
+
+
+STARTS = """
+import subprocess, sys, time
+p = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], {more})
+print(p.pid, flush=True)
+time.sleep(600)
+"""
+DRIVER = """
+import os, sys
+from pathlib import Path
+from alignment.report.night_process import adopting, run_command
+with adopting():
+    folder = Path(sys.argv[1])
+    run_command(["python", "-c", sys.argv[2]], folder=folder, cwd=folder, env=dict(os.environ), timeout=600)
+"""
+
+
+@pytest.mark.parametrize("more", ["start_new_session=True", "env={}"], ids=["another session", "no environment"])
+def test_what_a_killed_driver_left_of_a_dead_command_is_ended(tmp_path, more):
+    """The command dies with its driver, what it had started does not; and it may hide from one way of finding it."""
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path), STARTS.format(more=more)])
+    told = tmp_path / "stdout.txt"
+    while not (told.is_file() and told.read_text().endswith("\n") and read_json(tmp_path / "running.json")["pid"]):
+        assert driver.poll() is None
+        time.sleep(0.02)
+    command, left = read_json(tmp_path / "running.json")["pid"], int(told.read_text())
+    driver.kill()
+    driver.wait()
+    while _runs(command):
+        time.sleep(0.02)
+    assert _runs(left)
+    assert clear_up(tmp_path) and not _runs(left)
+    assert not (tmp_path / "running.json").exists() and not clear_up(tmp_path)
+
+
+@pytest.mark.parametrize("about", [{"started": 1}, {"machine": "another"}], ids=["another start", "another machine"])
+def test_a_process_that_only_has_the_number_is_left_alone(tmp_path, about):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        own = {"mark": "0a1b", "pid": other.pid, "started": _started(other.pid), "machine": _machine()}
+        write_json(tmp_path / "running.json", {**own, **about})
+        assert not clear_up(tmp_path) and _runs(other.pid)
+        write_json(tmp_path / "running.json", own)
+        assert clear_up(tmp_path) and not _runs(other.pid)
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_command_that_does_not_exist_is_named(drive):
