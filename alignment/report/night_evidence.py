@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,24 @@ from alignment.report.terminal import GRAVITY
 RUN = "run.json"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One case of a check: a test with its parameters. ``reason`` begins with its name, ``flaky`` says how it said two
+    things ("" where it did not)."""
+
+    outcome: Outcome
+    reason: str
+    flaky: str = ""
+
+
 @dataclass
 class Evidence:
-    """``problems``: why the phase is not carried out. ``verdicts``: what it found. ``flaky``: checks that said two
-    things. ``counts``: for people. ``trainings``: folders with whole metrics, for the page."""
+    """``problems``: why the phase is not carried out. ``verdicts``: what it found. ``cases``: of the checks that have
+    several. ``counts``: for people. ``trainings``: folders with whole metrics, for the page."""
 
     problems: list[str] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    flaky: dict[str, str] = field(default_factory=dict)
+    cases: dict[str, list[Case]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     trainings: list[Path] = field(default_factory=list)
 
@@ -39,7 +49,8 @@ class Evidence:
         """Takes in what another node or file left."""
         self.problems += other.problems
         self.verdicts += other.verdicts
-        self.flaky |= other.flaky
+        for check, cases in other.cases.items():
+            self.cases.setdefault(check, []).extend(cases)
         self.trainings += other.trainings
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
@@ -97,26 +108,21 @@ def _junit(path: Path, phase: Phase, *, device: str, require: bool, place: str) 
         doubles = sum(bool(case.findall("error")) for case in cases)
         if promised > len(cases) + doubles:
             found.problems.append(f"{path}: {len(cases)} of {promised} tests are in the file")
-    told: dict[tuple[str, str], list[tuple[Outcome, str]]] = {}
+    told: dict[tuple[str, str], list[ElementTree.Element]] = {}
     for case in cases:
-        told.setdefault((case.get("classname", ""), case.get("name", "")), []).append(_case(case, require))
-    grouped: dict[str, list[tuple[Outcome, str]]] = {}
-    for (module, name), answers in told.items():
+        told.setdefault((case.get("classname", ""), case.get("name", "")), []).append(case)
+    for (module, name), elements in told.items():
         check = f"{phase.name}/{module}::{name.partition('[')[0]}" + (f"@{place}" if place else "")
-        grouped.setdefault(check, []).extend((outcome, f"{name}: {reason}") for outcome, reason in answers)
-        outcomes = {outcome for outcome, _ in answers}
-        if Outcome.PASS in outcomes and outcomes - {Outcome.PASS}:
-            found.flaky[check] = f"{name} passed and failed in one run"
-    for case in cases:
-        if case.find("rerunFailure") is not None or case.find("flakyFailure") is not None:
-            name = case.get("name", "")
-            check = f"{phase.name}/{case.get('classname', '')}::{name.partition('[')[0]}"
-            found.flaky[check + (f"@{place}" if place else "")] = f"{name} was run again"
-    for check, answers in grouped.items():
-        worst = min((outcome for outcome, _ in answers), key=GRAVITY.index)
-        reasons = [reason for outcome, reason in answers if outcome is worst]
-        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        reason = f"{len(answers)} passed" if worst is Outcome.PASS else reasons[0] + more
+        answers = [_case(element, require) for element in elements]
+        flaky = _flaky(name, elements, {outcome for outcome, _ in answers})
+        found.cases.setdefault(check, []).extend(
+            Case(outcome=outcome, reason=f"{name}: {reason}", flaky=flaky) for outcome, reason in answers
+        )
+    for check, of_check in found.cases.items():
+        worst = min((case.outcome for case in of_check), key=GRAVITY.index)
+        reason = f"{len(of_check)} passed"
+        if worst is not Outcome.PASS:
+            reason = in_one([case.reason for case in of_check if case.outcome is worst])
         layer = next((name for name in ("unit", "layer") if f".{name}." in check), "e2e")
         found.verdicts.append(
             Verdict(
@@ -125,6 +131,19 @@ def _junit(path: Path, phase: Phase, *, device: str, require: bool, place: str) 
             )
         )  # fmt: skip
     return found
+
+
+def in_one(reasons: Sequence[str]) -> str:
+    """The first of several reasons, and how many there are."""
+    return reasons[0] + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
+
+
+def _flaky(name: str, elements: Sequence[ElementTree.Element], outcomes: set[Outcome]) -> str:
+    """How a test with its parameters said two things. What failed each time it was run again said one."""
+    if Outcome.PASS in outcomes and outcomes - {Outcome.PASS}:
+        return f"{name} passed and failed in one run"
+    again = any(element.find(tag) is not None for element in elements for tag in ("rerunFailure", "flakyFailure"))
+    return f"{name} was run again" if again and outcomes == {Outcome.PASS} else ""
 
 
 def _case(case: ElementTree.Element, require: bool) -> tuple[Outcome, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import Finding, PhaseRecord, gravest
-from alignment.report.night_evidence import Evidence, verdict_from, worst_of_each
+from alignment.report.night_evidence import Case, Evidence, in_one, verdict_from, worst_of_each
 from alignment.report.night_matrix import ACTIONS, KnownFailure, Row
 
 
@@ -40,36 +40,47 @@ def findings_of(
     quarantined: Mapping[str, str] | None = None,
     today: date | None = None,
 ) -> list[Finding]:
-    """What is not green in a phase, each classified. An error is of the environment, whoever knows about it."""
+    """What is not green in a phase, each classified. An error is of the environment, whoever knows about it.
+
+    The cases of a check are classified one by one, so that neither a flaky nor a known one hides a new failure of
+    another; those that are classified alike are one finding.
+    """
     today = today or date.today()
     found = []
     for verdict in evidence.verdicts:
-        outcome = verdict.outcome.value
-        if outcome in ("pass", "unavailable") and verdict.check not in evidence.flaky:
-            continue
-        reason = verdict.reason
-        if verdict.check in evidence.flaky:
-            outcome, reason = "flaky", evidence.flaky[verdict.check]
         check = verdict.check if verdict.check.startswith(f"{phase}/") else f"{phase}/{verdict.check}"
-        stage, note, over = "environment" if outcome == "error" else "new", "", ""
         full = f"{verdict.check} [{verdict.subject} on {verdict.device}]"
-        out = (quarantined or {}).get(verdict.check) or (quarantined or {}).get(full)
-        if stage == "new":
-            line = f"{check}: {reason}"
-            entries = [entry for entry in known if entry.holds(line, today=entry.expires)]
-            valid = [entry for entry in entries if entry.holds(line, today=today)]
-            if valid:
-                entry = valid[0]
-                stage, note = "known", f"{entry.owner}, until {entry.expires}: {entry.reason}"
-            elif out:
-                stage, note = "known", f"in quarantine: {out}"
-            elif entries:
-                over = f"{entries[0].expires}, {entries[0].owner}"
-        found.append(Finding(
-            check=check, outcome="known" if stage == "known" and outcome != "flaky" else outcome, stage=stage,
-            reason=reason, subject=verdict.subject, device=verdict.device, known=note, expired=over,
-        ))  # fmt: skip
-    return found
+        out = (quarantined or {}).get(verdict.check) or (quarantined or {}).get(full) or ""
+        alike: dict[tuple[str, str, str, str], list[str]] = {}
+        for case in evidence.cases.get(verdict.check) or [Case(outcome=verdict.outcome, reason=verdict.reason)]:
+            if case.flaky or case.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE):
+                outcome, reason = ("flaky", case.flaky) if case.flaky else (case.outcome.value, case.reason)
+                told = alike.setdefault(_classified(outcome, f"{check}: {reason}", known, out, today), [])
+                told += [reason] if reason not in told else []
+        found += [
+            Finding(
+                check=check, outcome=outcome, stage=stage, reason=in_one(reasons), subject=verdict.subject,
+                device=verdict.device, known=note, expired=over,
+            )
+            for (outcome, stage, note, over), reasons in alike.items()
+        ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def _classified(
+    outcome: str, line: str, known: Sequence[KnownFailure], quarantined: str, today: date
+) -> tuple[str, str, str, str]:
+    """Outcome, stage, who knows about it, and who did until it expired."""
+    if outcome == "error":
+        return outcome, "environment", "", ""
+    entries = [entry for entry in known if entry.holds(line, today=entry.expires)]
+    valid = [entry for entry in entries if entry.holds(line, today=today)]
+    knows = "flaky" if outcome == "flaky" else "known"
+    if valid:
+        return knows, "known", f"{valid[0].owner}, until {valid[0].expires}: {valid[0].reason}", ""
+    if quarantined:
+        return knows, "known", f"in quarantine: {quarantined}", ""
+    return outcome, "new", "", f"{entries[0].expires}, {entries[0].owner}" if entries else ""
 
 
 def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import date
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from alignment.capture.own_format import RowColumns, write_about, write_rows
 from alignment.files import write_json
 from alignment.numerics.verdict import Measure, Outcome, Verdict
 from alignment.report.night_evidence import gather_evidence, worst_of_each
-from alignment.report.night_matrix import Phase
+from alignment.report.night_judgement import findings_of
+from alignment.report.night_matrix import KnownFailure, Phase
 from alignment.report.run_directory import write_verdicts
 
 ABOUT = {"commit": "c0ffee", "fingerprint": {"chip": "910B"}, "packages": {"torch": "2.8.0"}}
@@ -77,10 +79,39 @@ def test_skipped_is_failed_where_everything_is_required(tmp_path):
 
 def test_a_test_that_passes_and_fails_is_flaky(tmp_path):
     junit(tmp_path, case("test_a", FAILURE), case("test_a"), case("test_b", "<rerunFailure message='x'/>"))
-    found = evidence(tmp_path, "junit")
-    assert found.flaky == {
-        ROPE + "test_a": "test_a passed and failed in one run", ROPE + "test_b": "test_b was run again",
-    }  # fmt: skip
+    assert findings(tmp_path) == [
+        ("test_a", "flaky", "new", "test_a passed and failed in one run"),
+        ("test_b", "flaky", "new", "test_b was run again"),
+    ]
+
+
+def findings(tmp_path, **more) -> list[tuple[str, str, str, str]]:
+    told = findings_of("checks", evidence(tmp_path, "junit"), today=date(2026, 11, 30), **more)
+    return [(f.check.removeprefix(ROPE), f.outcome, f.stage, f.reason) for f in told]
+
+
+def test_a_flaky_case_hides_no_failure_of_another(tmp_path):
+    junit(tmp_path, case("test_a[fp32]", FAILURE), case("test_a[bf16]"), case("test_a[bf16]", FAILURE))
+    assert findings(tmp_path) == [
+        ("test_a", "fail", "new", "test_a[fp32]: off by 0.3"),
+        ("test_a", "flaky", "new", "test_a[bf16] passed and failed in one run"),
+    ]
+
+
+def test_what_fails_each_time_it_is_run_is_no_flaky_test(tmp_path):
+    junit(tmp_path, case("test_a", FAILURE + "<rerunFailure message='off by 0.3'/>"))
+    assert findings(tmp_path) == [("test_a", "fail", "new", "test_a: off by 0.3")]
+
+
+def test_a_known_case_hides_no_new_failure_of_another(tmp_path):
+    match, expires = "checks/*test_a: test_a[[]fp??]*", date(2026, 12, 20)
+    known = [KnownFailure(match=match, owner="wei", reason="driver bug 12", expires=expires)]
+    junit(tmp_path, case("test_a[fp32]", FAILURE), case("test_a[bf16]", FAILURE), case("test_a[fp16]", FAILURE))
+    assert findings(tmp_path, known=known) == [
+        ("test_a", "known", "known", "test_a[fp32]: off by 0.3 (and 1 more)"),
+        ("test_a", "fail", "new", "test_a[bf16]: off by 0.3"),
+    ]
+    assert [stage for _, _, stage, _ in findings(tmp_path, quarantined={ROPE + "test_a": "why"})] == ["known"]
 
 
 @pytest.mark.parametrize(
