@@ -3,14 +3,16 @@
 # block (clone → verdict), then every block of the tutorial (→ own fault found), each held to what the page says: its exit
 # code, and the verdict in the output that is printed below it. Times are measured from the clone on.
 #
-#   scripts/newcomer.sh REPOSITORY [FOLDER]    REPOSITORY is a path or an address; FOLDER (default: a new one) must be empty
+#   scripts/newcomer.sh [--junitxml FILE] REPOSITORY [FOLDER]    FOLDER (default: a new one) must be empty
 #   scripts/newcomer.sh --list REPOSITORY      the steps of a checkout, and what is expected of each; runs nothing
 #
+# REPOSITORY is a path or an address; a folder without history, as in a container image, is cloned as one commit. FILE gets
+# a test case per step that was walked, as the nightly judges it.
 # Bars in seconds: NEWCOMER_VERDICT (600) from the clone to the verdict, NEWCOMER_FAULT (3600) to the module of the own fault.
 # Exit code 0: every step as the pages say, inside the bars; 1: not; 2: usage, or a page lacks what this script needs.
 set -euo pipefail
 
-usage() { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 # Writes one folder per step: command, exit (its code), expected (verdict lines), title.
 extract() { # CHECKOUT STEPS
@@ -84,12 +86,55 @@ if [ "${1:-}" = --list ]; then
   done
   exit 0
 fi
+junit=
+if [ "${1:-}" = --junitxml ]; then
+  [ -n "${2:-}" ] || usage
+  case $2 in /*) junit=$2 ;; *) junit=$PWD/$2 ;; esac
+  shift 2
+fi
 { [ $# -ge 1 ] && [ $# -le 2 ]; } || usage
 repository=$1 folder=${2:-$(mktemp -d)}
 [ -z "$(ls -A "$folder" 2>/dev/null)" ] || { echo "$folder is not empty" >&2; exit 2; }
 mkdir -p "$folder/steps" && folder=$(cd "$folder" && pwd)
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
+# Notes what a step does otherwise than its page says.
+fail() {
+  failed=1
+  echo "  FAIL: $1"
+  echo "$1" >> "$step/failures"
+}
+
+escaped() { tr -d '\000-\010\013\014\016-\037' | sed 's/&/\&amp;/g; s/</\&lt;/g; s/>/\&gt;/g; s/"/\&quot;/g'; }
+
+# Writes the steps that were walked as a JUnit file, whole or not at all.
+write_junit() {
+  [ -n "$junit" ] || return 0
+  local taken=("$folder"/steps/*/seconds) red=("$folder"/steps/*/failures) place
+  [ -e "${red[0]}" ] || red=()
+  {
+    echo '<?xml version="1.0" encoding="utf-8"?>'
+    echo "<testsuites><testsuite name=\"newcomer\" tests=\"${#taken[@]}\" failures=\"${#red[@]}\" time=\"$SECONDS\">"
+    for place in "${taken[@]%/seconds}"; do
+      # Two blocks may stand under one heading: the number tells them apart.
+      echo "<testcase classname=\"newcomer\" name=\"${place##*/} $(escaped < "$place/title")\" time=\"$(cat "$place/seconds")\">"
+      if [ -e "$place/failures" ]; then
+        echo "<failure message=\"$(escaped < "$place/failures")\">$(tail -n 20 "$place/output" | escaped)</failure>"
+      fi
+      echo '</testcase>'
+    done
+    echo '</testsuite></testsuites>'
+  } > "$junit.part"
+  mv "$junit.part" "$junit"
+}
+
+if [ -d "$repository" ] && ! git -C "$repository" rev-parse --git-dir > /dev/null 2>&1; then
+  one_commit() { git --git-dir="$folder/origin.git" --work-tree="$repository" -c user.name=n -c user.email=n@example.org "$@"; }
+  git init -q --bare "$folder/origin.git"
+  one_commit add -A
+  one_commit commit -q -m "$repository"
+  repository=$folder/origin.git
+fi
 SECONDS=0
 git clone -q "$repository" "$folder/alignment"
 echo "clone: $SECONDS s"
@@ -103,12 +148,11 @@ for step in "$folder"/steps/*/; do
   code=$?
   set -eu
   echo "$SECONDS s (+$((SECONDS - began))): $(cat "$step/title"): exit code $code"
-  if [ "$code" != "$(cat "$step/exit")" ]; then
-    failed=1 && echo "  FAIL: the page says exit code $(cat "$step/exit")"
-  fi
+  echo $((SECONDS - began)) > "$step/seconds"
+  [ "$code" = "$(cat "$step/exit")" ] || fail "the page says exit code $(cat "$step/exit")"
   while IFS= read -r promise; do
     promise=$promise awk 'index($0, ENVIRON["promise"]) == 1 { said = 1 } END { exit !said }' "$step/output" ||
-      { failed=1; echo "  FAIL: the page says '$promise'"; }
+      fail "the page says '$promise'"
   done < "$step/expected"
   bar=$(cat "$step/bar")
   case $bar in
@@ -118,12 +162,14 @@ for step in "$folder"/steps/*/; do
   esac
   if [ -n "$limit" ]; then
     echo "  $what: $SECONDS s of $limit s"
-    [ "$SECONDS" -le "$limit" ] || { failed=1; echo "  FAIL: over the bar"; }
+    [ "$SECONDS" -le "$limit" ] || fail "over the bar: $what: $SECONDS s of $limit s"
   fi
   if [ "$failed" = 1 ]; then
     tail -n 20 "$step/output" | sed 's/^/    /'
     echo "everything: $folder"
+    write_junit
     exit 1
   fi
 done
+write_junit
 echo "as the pages say, in $SECONDS s; everything: $folder"

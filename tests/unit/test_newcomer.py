@@ -6,8 +6,13 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+
+from alignment.numerics.verdict import Outcome
+from alignment.report.night_evidence import gather_evidence
+from alignment.report.night_matrix import read_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "newcomer.sh"
@@ -79,6 +84,15 @@ esac
 """
 
 
+def cases(path):
+    """(name without its number, what failed or nothing) of the cases of a JUnit file."""
+    found = ElementTree.parse(path).getroot().findall("testsuite/testcase")
+    names = [case.get("name") for case in found]
+    assert [name.partition(" ")[0] for name in names] == [f"{n:02d}" for n in range(len(names))]
+    failures = [case.find("failure") for case in found]
+    return [(name.partition(" ")[2], "" if f is None else f.get("message")) for name, f in zip(names, failures)]
+
+
 def newcomer(*arguments, **environment):
     return subprocess.run(
         [SCRIPT, *map(str, arguments)],
@@ -93,7 +107,7 @@ def newcomer(*arguments, **environment):
 def walk(tmp_path):
     """Walks the path of a small repository with a stand-in for the suite, either of them changed."""
 
-    def go(*, readme=README, tutorial=TUTORIAL, alignment=ALIGNMENT, **environment):
+    def go(*options, readme=README, tutorial=TUTORIAL, alignment=ALIGNMENT, history=True, **environment):
         repository, tools = tmp_path / "repository", tmp_path / "bin"
         (repository / "docs").mkdir(parents=True)
         tools.mkdir()
@@ -102,8 +116,9 @@ def walk(tmp_path):
         (tools / "alignment").write_text(alignment)
         (tools / "alignment").chmod(0o755)
         commit = "git init -q && git add -A && git -c user.name=n -c user.email=n@example.org commit -q -m pages"
-        subprocess.run(["bash", "-euc", commit], cwd=repository, check=True)
-        return newcomer(repository, tmp_path / "new", PATH=f"{tools}:{os.environ['PATH']}", **environment)
+        if history:
+            subprocess.run(["bash", "-euc", commit], cwd=repository, check=True)
+        return newcomer(*options, repository, tmp_path / "new", PATH=f"{tools}:{os.environ['PATH']}", **environment)
 
     return go
 
@@ -153,9 +168,42 @@ def test_a_step_that_does_something_else_fails_the_path(walk, right, wrong, said
     assert "as the pages say, in" not in done.stdout
 
 
+def test_its_steps_are_a_junit_file_that_the_night_believes(walk, tmp_path):
+    done = walk("--junitxml", tmp_path / "junit.xml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    walked = ["README.md: A", *(f"docs/tutorial.md: {n}" for n in ("2. See the red", "3. Compare", "4. Audit"))]
+    assert cases(tmp_path / "junit.xml") == [
+        ("README.md: A", ""), ("docs/tutorial.md: 1. Train", ""), *((name, "") for name in walked[1:]),
+    ]  # fmt: skip
+    phase = read_matrix(ROOT / "ci" / "nightly.yaml").phases["newcomer"]
+    evidence = gather_evidence(phase, tmp_path, device="cpu", require=True)
+    assert evidence.problems == [] and {v.outcome for v in evidence.verdicts} == {Outcome.PASS}
+
+
+def test_a_step_that_does_something_else_is_a_failed_case_with_what_the_page_says(walk, tmp_path):
+    wrong = ALIGNMENT.replace("caught, 1 placed", "caught, 0 placed").replace("and so on", '<&\\"\033[1m')
+    assert walk("--junitxml", tmp_path / "junit.xml", alignment=wrong).returncode == 1
+    assert cases(tmp_path / "junit.xml")[-1] == (
+        "docs/tutorial.md: 4. Audit", "the page says '1 of 1 defects caught, 1 placed right'",
+    )  # fmt: skip
+    phase = read_matrix(ROOT / "ci" / "nightly.yaml").phases["newcomer"]
+    evidence = gather_evidence(phase, tmp_path, device="cpu", require=True)
+    (red,) = [v for v in evidence.verdicts if v.outcome is not Outcome.PASS]
+    assert red.outcome is Outcome.FAIL and "the page says '1 of 1 defects caught" in red.reason
+
+
+def test_a_folder_without_history_is_cloned_as_one_commit(walk, tmp_path):
+    done = walk(history=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = ["git", "-C", str(tmp_path / "new" / "alignment"), "log", "--oneline"]
+    assert len(subprocess.run(log, capture_output=True, text=True, check=True).stdout.splitlines()) == 1
+    assert not (tmp_path / "repository" / ".git").exists()
+
+
 def test_a_path_over_its_bar_fails(walk):
     slow = walk(alignment=ALIGNMENT.replace("  run)", "  run) sleep 2;"), NEWCOMER_VERDICT="1")
-    assert slow.returncode == 1 and re.search(r"clone to verdict: \d+ s of 1 s\n  FAIL: over the bar", slow.stdout)
+    assert slow.returncode == 1
+    assert re.search(r"clone to verdict: \d+ s of 1 s\n  FAIL: over the bar: clone to verdict", slow.stdout)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 import yaml
+from _pytest.mark.expression import Expression
 from ci_folder import CI, ROOT, changed, documents, script
 
 from alignment.errors import InputError
+from alignment.pytest_plugin import BY_NAME_ONLY
 from alignment.report.night_matrix import read_matrix
 
 render = script("render")
@@ -225,6 +227,47 @@ def test_every_command_of_a_night_is_one_that_exists(target, pytestconfig):
 
 def test_every_phase_is_run_by_a_row():
     assert {name for row in MATRIX.rows for name in row.phases} == set(MATRIX.phases)
+
+
+SCHEDULED = [
+    {"unit"}, {"layer"}, {"e2e"}, {"slow"}, {"npu"}, {"npu", "slow"}, {"engine"}, {"engine", "slow"}, {"docs", "slow"},
+    {"docs", "engine", "slow"},
+]  # fmt: skip
+
+
+def selecting(phases, markers):
+    """The phases that run a test with these markers, which slow, engine and docs tests are only by name."""
+    found = []
+    for phase in phases:
+        if phase.command[0] == "pytest":
+            expression = phase.command[phase.command.index("-m") + 1].format(layers="unit or layer or e2e")
+            named = set(re.findall(r"\w+", expression)) >= markers & set(BY_NAME_ONLY)
+            if named and Expression.compile(expression).evaluate(lambda name, **_: name in markers):
+                found.append(phase.name)
+    return found
+
+
+@pytest.mark.parametrize("markers", SCHEDULED, ids=lambda m: " and ".join(sorted(m)))
+def test_tests_of_every_kind_are_run_at_night(markers):
+    assert selecting(MATRIX.phases.values(), markers)
+
+
+def test_a_kind_of_test_that_nothing_schedules_is_noticed():
+    left = [phase for name, phase in MATRIX.phases.items() if name != "docs-engines-slow"]
+    assert selecting(left, {"docs", "engine", "slow"}) == []
+
+
+def test_only_a_row_that_says_why_lets_tests_be_skipped():
+    """Elsewhere skipped is failed, so every phase of tests there asks for it or leaves a file that shows it."""
+    assert [row.name for row in MATRIX.rows if not row.require] == ["cpu"]
+    asking = {n for n in MATRIX.row("cpu").phases if "pytest" in MATRIX.phases[n].command} - {"checks"}
+    assert all("--require" in MATRIX.phases[name].command for name in asking)
+
+
+def test_the_newcomer_s_path_is_walked_at_night():
+    bash, script_of, *_, repository = MATRIX.phases["newcomer"].command
+    assert bash == "bash" and (ROOT / script_of).is_file() and repository == "."
+    assert MATRIX.phases["newcomer"].timeout_minutes > 60  # its own bar is judged before the phase is ended
 
 
 def test_markers_of_a_phase_select_tests_of_its_device():
