@@ -1,9 +1,10 @@
 """Every command of the documentation is executed, page by page, from top to bottom, in a copy of the repository.
 
 The commands of a page build on each other, as its reader would type them. What needs a device, an engine or an hour
-says so in a comment before its block, with the reason, and is parsed all the same
-(``tests/unit/test_docs_commands_parse.py``); what needs an engine is executed here where the engine is installed
-(``-m "docs and engine"``).
+says so in a comment before its block, with the reason, and is only parsed
+(``tests/unit/test_docs_commands_parse.py``), except that what needs an engine is executed here where the engine is
+installed (``-m "docs and engine"``). CI executes all pages but those of ``HEAVY``, which the nightly executes
+(ci/nightly.yaml: docs-slow, docs-engines-slow).
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ HEAVY = (
     "docs/story-garbled-rollout.md",
     "docs/verl.md",
 )
-"""What CI has no time for, and the nightly runs (``-m "docs and slow"``)."""
+"""What CI has no time for, and the nightly runs: ``-m "docs and slow"``, with ``and engine`` what needs one."""
 
 
 def smaller(text: str) -> str:
@@ -136,16 +137,24 @@ def filled(text: str, words: dict[str, str]) -> str:
 
 
 def copy_of_the_repository(target: Path) -> Path:
-    """What is tracked, and what is new and not ignored, as a repository of its own: pages record, commit and write."""
+    """What is tracked, and what is new and not ignored, as a repository of its own: pages record, commit and write.
+
+    The copy in a container image has no history; there it is what is not ignored.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["git", "init", "-q"], cwd=target, check=True)
+    own = subprocess.run(["git", "rev-parse", "--git-dir"], cwd=ROOT, capture_output=True).returncode == 0
+    where = [] if own else [f"--git-dir={target / '.git'}", f"--work-tree={ROOT}"]
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+        ["git", *where, "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
     commit = (
-        "git init -q && git config user.email docs@example.org && git config user.name docs && git add -A && "
+        "git config user.email docs@example.org && git config user.name docs && git add -A && "
         "git -c core.hooksPath=/dev/null commit -q -m pages"
     )
     subprocess.run(["bash", "-euc", commit], cwd=target, check=True)
@@ -221,6 +230,17 @@ def test_the_commands_of_a_page_do_what_it_says(page, tmp_path):
 @pytest.mark.parametrize("page", pages_with("engine"))
 def test_the_commands_of_a_page_that_need_an_engine_do_what_it_says(page, tmp_path):
     assert executed(page, tmp_path, of_page(page, "engine")) == ""
+
+
+def test_a_copy_without_history_is_copied_without_what_is_ignored(tmp_path, monkeypatch):
+    image, target = tmp_path / "image", tmp_path / "target"
+    (image / "docs").mkdir(parents=True)
+    for name, text in {".gitignore": "*.log\n", "docs/page.md": "# P\n", "run.log": "no\n"}.items():
+        (image / name).write_text(text)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", image)
+    copy_of_the_repository(target)
+    listed = subprocess.run(["git", "ls-files"], cwd=target, capture_output=True, text=True, check=True).stdout
+    assert listed.split() == [".gitignore", "docs/page.md"] and not (target / "run.log").exists()
 
 
 def test_a_command_that_does_not_do_what_it_says_is_found(tmp_path):
