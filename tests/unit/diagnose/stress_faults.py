@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 
@@ -42,6 +43,25 @@ def flipping(rank: int, rate: float = RATE, seed: int = 0):
 def second_card():
     """For the command line, which switches it on in every worker."""
     return flipping(1)
+
+
+@contextlib.contextmanager
+def unsteady(every: int):
+    """Whatever the card, each ``every``-th output has the lowest bit of its first byte flipped."""
+    honest, count = stress.observe, itertools.count(1)
+
+    def observe(card, operation, inputs):
+        output = honest(card, operation, inputs)
+        if next(count) % every == 0:
+            output = output.clone()
+            output.view(torch.uint8).reshape(-1)[0] ^= 1
+        return output
+
+    stress.observe = observe
+    try:
+        yield
+    finally:
+        stress.observe = honest
 
 
 @contextlib.contextmanager
