@@ -38,12 +38,22 @@ from alignment.diagnose.sample_pairs import SamplePairs
 from alignment.errors import InputError
 from alignment.numerics.budget import ENVELOPE_FACTOR as FACTOR
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
+from alignment.rl.batch_record import BatchRecord
 
 STAGES = (
     "data", "weight_sync", "rollout", "reward", "old_log_prob", "ref_log_prob", "teacher_log_prob", "advantage",
     "update_actor",
 )  # fmt: skip
 """In the order of a step; ``weight_sync`` is the one the step's rollout depends on."""
+
+FIELDS_OF = {
+    "rollout": ("response_mask", "rollout_log_probs"),
+    "reward": ("token_level_scores",),
+    "old_log_prob": ("old_log_probs",),
+    "ref_log_prob": ("ref_log_prob",),
+    "advantage": ("values", "token_level_rewards", "advantages", "returns"),
+}
+"""What each stage adds to a batch, one number per response token."""
 
 METRICS_OF = {
     "rollout": ("response_length/mean", "response_length/max", "response_length/min"),
@@ -160,6 +170,14 @@ def _compare_step(a: RunData, b: RunData, repeats: Sequence[RunData], step: int,
     if batch_a is None or batch_b is None:
         yield from _compare_metrics(a, b, repeats, step, state)
         return
+    misfits = [(run, *found) for run, batch in ((a, batch_a), (b, batch_b)) if (found := _misfit(batch))]
+    if misfits:
+        run, stage, name, text = misfits[-1]
+        if run is b:
+            yield _failed(step, stage, text, name, state)
+        else:
+            yield _unjudged(step, stage, f"the trusted run cannot be compared with: {text}")
+        return
     pair = SamplePairs(batch_a, batch_b)
     if pair.missing:
         yield _failed(step, "data", f"the runs trained on other prompts: {pair.missing}", "prompts", state)
@@ -179,6 +197,17 @@ def _compare_step(a: RunData, b: RunData, repeats: Sequence[RunData], step: int,
     yield from _judge_advantage(step, pair, state)
     yield from _judge_update(a, b, repeats, step, pair, state)
     state.same_samples = state.same_samples and pair.equal_tokens == len(pair.rows)
+
+
+def _misfit(batch: BatchRecord) -> tuple[str, str, str] | None:
+    """Stage and name of the first field that is not of the responses' shape, and what is said about it."""
+    shape = batch.tensors["responses"].shape
+    for stage, names in FIELDS_OF.items():
+        for name in names:
+            if name in batch.tensors and batch.tensors[name].shape != shape:
+                found = list(batch.tensors[name].shape)
+                return stage, name, f"{name} {found} does not fit the responses {list(shape)}"
+    return None
 
 
 def _judge_sync(step: int, pair: SamplePairs, gaps, state: _State):

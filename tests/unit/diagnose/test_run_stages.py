@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,7 +13,7 @@ from alignment.diagnose.run_stages import _poisson_quantile, compare_runs, first
 from alignment.diagnose.sample_pairs import SamplePairs
 from alignment.errors import InputError
 from alignment.numerics.verdict import Outcome, exit_code
-from alignment.rl.batch_record import BatchRecord, batch_path, write_batch
+from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, write_batch
 from alignment.rl.verl_sampling import NAME
 
 PROMPTS, SAMPLES, R, VOCAB, STEPS = 3, 4, 6, 9, 3
@@ -153,6 +154,22 @@ def test_a_planted_divergence_is_named_at_its_stage(a, tmp_path, fault, where, s
     assert re.search(said, verdicts[-1].reason), verdicts[-1].reason
     assert verdicts[-1].outcome is Outcome.FAIL, "the comparison ends with the first failure"
     assert all(v.outcome is not Outcome.FAIL for v in verdicts[:-1])
+
+
+@pytest.mark.parametrize("name, stage", [("old_log_probs", "old_log_prob"), ("advantages", "advantage")])
+def test_a_field_of_another_shape_is_named_and_nothing_is_compared_with_it(a, tmp_path, name, stage):
+    b = train(tmp_path / "b", noise_seed=1)
+    batch = read_batch(batch_path(b, 2))
+    wide = np.pad(batch.tensors[name], ((0, 0), (1, 0)))
+    write_batch(batch_path(b, 2), dataclasses.replace(batch, tensors={**batch.tensors, name: wide}))
+    found = first_divergence(compare_runs(a, b))
+    assert (found.step, found.stage) == (2, stage)
+    assert found.reason == f"{name} [12, 7] does not fit the responses [12, 6]"
+    # The other way round the run under test has done nothing wrong.
+    verdicts = compare_runs(b, a)
+    assert first_divergence(verdicts) is None
+    (said,) = (v for v in verdicts if v.step == 2)
+    assert said.outcome is Outcome.INCONCLUSIVE and "the trusted run cannot be compared with" in said.reason
 
 
 def test_a_model_that_is_wrong_in_engine_and_trainer_alike_is_not_called_a_stale_synchronisation(a, tmp_path):
