@@ -18,6 +18,7 @@ from alignment.errors import InputError
 from alignment.files import read_json, write_atomically
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import NIGHT, NightRecord, read_night
+from alignment.report.provenance_view import both_sides
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
 from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_budget
 from alignment.rl.tracking import METRICS, read_series
@@ -44,7 +45,7 @@ def write_page(runs: Sequence[Path], target: Path, *, baselines: Path | None = N
     Args:
         runs: directories of runs: of ``alignment run`` (verdicts), of a training run (metrics), or both.
         target: the file to write; whole or not at all.
-        baselines: folder of the stored baselines, for the band behind the reward curve.
+        baselines: folder of the stored baselines, for the band behind the reward curve and for their provenance.
 
     Raises:
         InputError: a directory with nothing in it that a page could show.
@@ -80,6 +81,7 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
             expected=f"{VERDICTS} or {METRICS}",
             next_step="name another directory",
         )
+    provenance = _provenance(run / PROVENANCE) if (run / PROVENANCE).is_file() else None
     part = {
         "name": run.name,
         "night": None,
@@ -93,7 +95,9 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
         "baselines": sorted({v.baseline for v in verdicts if v.baseline}),
         "trainings": trainings,
         "band": _band(run, baselines) if baselines else None,
-        "provenance": _provenance(run / PROVENANCE) if (run / PROVENANCE).is_file() else None,
+        "gate": [_gate(v) for v in verdicts if v.check.startswith("e2e/curve-")],
+        "sides": both_sides(verdicts, provenance, baselines),
+        "provenance": provenance,
         "stack": (run / STACK).read_text(encoding="utf-8") if (run / STACK).is_file() else "",
         "audit": _audit(side.get("audit")),
         "memory": _memory(side.get("memory"), run / SIDE_FILES["memory"]),
@@ -205,6 +209,24 @@ def _row(verdict: Verdict) -> dict[str, Any]:
         "outcome": verdict.outcome.value,
         "budget": percent_of_budget(verdict.worst),
         "reason": verdict.reason,
+    }
+
+
+def _gate(verdict: Verdict) -> dict[str, Any]:
+    """What a gate found on a curve: the deficit and its bound, what it would have found, the chance of it."""
+
+    def said(ending: str) -> str:
+        found = next((m for m in verdict.measures if m.name.endswith(ending)), None)
+        return "not measured" if found is None else f"{found.value:.4g} {found.unit}".strip()
+
+    deficit = next((m for m in verdict.measures if m.name.endswith(" deficit") and m.bound is not None), None)
+    return {
+        **_row(verdict),
+        "deficit": "not measured" if deficit is None else f"{deficit.value:.4g} {deficit.unit}".strip(),
+        "bound": "" if deficit is None else f"{deficit.bound:.4g} {deficit.unit}".strip(),
+        "origin": "" if deficit is None else deficit.origin,
+        "detectable": said(" detectable deficit"),
+        "p_value": said(" p-value"),
     }
 
 

@@ -25,6 +25,7 @@ from alignment.report.run_directory import write_verdicts
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 # A page has to open in two seconds with this many steps and metrics, and stay below this size: the project's bars.
 STEPS, METRIC_COUNT, MOST_BYTES = 200, 100, 6_000_000
+STORED = Path(__file__).parents[3] / "baselines"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -39,6 +40,15 @@ def verdict(check: str, outcome: Outcome, **changes) -> Verdict:
     )  # fmt: skip
 
 
+GATE = (
+    Measure(name="reward level at step 1", value=0.01, bound=0.03),
+    Measure(name="reward deficit", value=0.0875, bound=0.0625, origin="t test, spread 0.02 of 5 baseline runs"),
+    Measure(name="reward detectable deficit", value=0.0312, origin="90 % power"),
+    Measure(name="reward p-value", value=0.00125),
+)
+CURVES = "cuda/h200/e2e/dapo.curves.json, recorded 2026-11-01 at c0ffee00c0ff with torch 2.13.0 "
+
+
 def findings() -> list[Verdict]:
     where = Divergence(stage="old_log_prob", module="model.layers.0.self_attn", quantity="output", detail=HOSTILE)
     return [
@@ -50,6 +60,7 @@ def findings() -> list[Verdict]:
             "layer/decoder_layer-0", Outcome.UNAVAILABLE, subject="megatron", reason="megatron-core is not installed"
         ),
         verdict("e2e/curve.dapo", Outcome.INCONCLUSIVE, reason="five seeds do not decide"),
+        verdict("e2e/curve-dapo-reward", Outcome.FAIL, reason=HOSTILE, measures=GATE, baseline=f"{CURVES}{HOSTILE}"),
     ]
 
 
@@ -68,6 +79,10 @@ def run(tmp_path):
         tmp_path / "run" / "memory.json",
         {"phases": [{"phase": "rollout", "peak": 2e6, "modelled": 2e6, "outside": 1e6}]},
     )
+    fingerprint = {"chip": "Ascend 910B", "driver": HOSTILE}
+    packages = {"torch": "2.13.0.dev1", "a": HOSTILE}
+    made = {"commit": "1" * 40, "fingerprint": fingerprint, "packages": packages}
+    write_json(tmp_path / "run" / "provenance.json", made)
     write_json(tmp_path / "run" / "audit.json", {"defects": 1, "matrix": [{"fault": HOSTILE, "caught": "unit"}]})
     return tmp_path / "run"
 
@@ -135,6 +150,36 @@ def test_the_page_says_what_the_verdicts_say(run, tmp_path):
         "five seeds do not decide", "1 faults", "rollout", "reward/before_filter",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_the_page_shows_both_sides_and_the_statistic_of_the_curve(run, tmp_path):
+    from alignment.baseline.runs import select_curves
+
+    text = " ".join(parsed(write_page([run], tmp_path / "page.html", baselines=STORED)).text)
+    assert "2 baselines whose provenance is missing" in text
+    stored = select_curves(STORED, "dapo-tiny", kind="cpu", chip="AMD EPYC")
+    write_verdicts(run, [verdict("e2e/curve-dapo-reward", Outcome.FAIL, measures=GATE, baseline=stored.title)])
+    text = " ".join(parsed(write_page([run], tmp_path / "page.html", baselines=STORED)).text)
+    of_both = ("Ascend 910B", "1" * 12, stored.provenance.commit[:12], stored.provenance.date[:10], "differs")
+    versions = ("2.13.0.dev1", stored.provenance.packages["torch"], stored.provenance.fingerprint["chip"])
+    statistic = ("0.0875", "0.0625 (t test, spread 0.02 of 5 baseline runs)", "0.0312", "0.00125")
+    for said in (*of_both, *versions, *statistic):
+        assert said in text, said
+    assert "whose provenance is missing" not in text
+    assert text.index("0.0875") < text.index("Training:")
+
+
+def test_a_gate_that_measured_nothing_says_so(tmp_path):
+    write_verdicts(tmp_path, [verdict("e2e/curve-dapo-reward", Outcome.ERROR, measures=())])
+    (row,) = gather(tmp_path)["gate"]
+    assert (row["deficit"], row["bound"], row["p_value"]) == ("not measured", "", "not measured")
+
+
+def test_a_run_without_provenance_says_so(run, tmp_path):
+    said = "The provenance of this run is not stored."
+    assert said not in parsed(write_page([run], tmp_path / "page.html")).text
+    (run / "provenance.json").unlink()
+    assert said in parsed(write_page([run], tmp_path / "page.html")).text
 
 
 def test_unavailable_checks_do_not_colour_the_headline(tmp_path):
@@ -353,7 +398,13 @@ def violations(page: Path, directory: Path, theme: str) -> list[tuple[str, str, 
 @browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_rules_of_axe_find_nothing(run, tmp_path, theme):
-    assert violations(write_page([run], tmp_path / "page.html"), tmp_path, theme) == []
+    from alignment.baseline.runs import select_curves
+
+    stored = select_curves(STORED, "dapo-tiny", kind="cpu", chip="AMD EPYC").title
+    write_verdicts(run, [*findings(), verdict("e2e/curve-dapo-length", Outcome.PASS, measures=GATE, baseline=stored)])
+    page = write_page([run], tmp_path / "page.html", baselines=STORED)
+    assert "baselines of 1 check" in page.read_text()
+    assert violations(page, tmp_path, theme) == []
 
 
 @browser
