@@ -54,7 +54,7 @@ from alignment.report.night_matrix import STDERR, STDOUT, Matrix, Phase, Row
 from alignment.report.night_nodes import LOST, TOKEN, Node, Watch, begin_store, read_nodes
 from alignment.report.night_process import Ended, adopting, clear_up, run_command
 from alignment.report.run_directory import PROVENANCE, STACK, finite, write_verdicts
-from alignment.rl.forwarded import EVERY_CARD, forwarded
+from alignment.rl.forwarded import EVERY_CARD, forwarded, is_secret
 
 PROVENANCE_PHASE = "provenance"
 """The first phase of every night: which code, which packages, which machine."""
@@ -470,11 +470,15 @@ class _Night:
         plan, target = own / "plan.json", own / "nodes.json"
         env = {**EVERY_CARD, **forwarded(), **self.setting.row.env, "ALIGNMENT_NIGHT": self.identity}
         timeout = 60 * phase.timeout_minutes
+        # The plan lies in a store that many read and the page links it: who runs it has the others in its environment.
+        withheld, env = sorted(filter(is_secret, env)), {k: v for k, v in env.items() if not is_secret(k)}
         write_json(plan, {
             "address": self.setting.ray, "argv": self._argv(phase, _MARKER), "marker": _MARKER, "timeout": timeout,
             "folder": str(folder.resolve()), "cwd": str(Path.cwd()), "token": self.token, "env": env,
             "store": str((self.setting.out / TOKEN).resolve()), "nodes": [asdict(node) for node in self.nodes],
+            "withheld": withheld,
         })  # fmt: skip
+        plan.chmod(0o600)
         argv = ["python", "-m", "alignment.report.night_nodes", "run", str(plan), str(target)]
         ended = self._here(argv, own / "nodes", timeout + OUTER_GRACE_SECONDS, patience)
         answers: Mapping[str, Any] = {}

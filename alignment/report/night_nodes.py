@@ -127,6 +127,7 @@ def run_on_nodes(plan: Mapping[str, Any], target: Path) -> None:
     Writes ``{node: {code, seconds, cut}}`` after every answer; who is missing in it was not heard of.
     """
     nodes = [Node(**entry) for entry in plan["nodes"]]
+    given = with_withheld(plan)
     answers: dict[str, dict] = {}
     with _connected(plan["address"]) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -140,7 +141,7 @@ def run_on_nodes(plan: Mapping[str, Any], target: Path) -> None:
                 # A node that dies is an answer; running its command elsewhere would hide it.
                 max_retries=0,
             )
-            pending[task.remote(plan, node.name)] = node
+            pending[task.remote(given, node.name)] = node
         watch = Watch(nodes)
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=0.5)
@@ -154,6 +155,12 @@ def run_on_nodes(plan: Mapping[str, Any], target: Path) -> None:
                     answers[node.name] = asdict(Ended(code=None, seconds=0.0, cut=LOST))
             write_json(target, answers)
     write_json(target, answers)
+
+
+def with_withheld(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """``plan`` with the variables of the environment that were not written into it."""
+    withheld = {name: os.environ[name] for name in plan["withheld"] if name in os.environ}
+    return {**plan, "env": {**plan["env"], **withheld}}
 
 
 def _answer(ray, reference) -> dict:

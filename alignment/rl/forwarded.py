@@ -20,12 +20,20 @@ FORWARDED = (
 )
 """Beginnings of the names of environment variables."""
 
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+"""Words in the names of environment variables whose values belong in no file."""
+
 EVERY_CARD = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
 }
 """For workers that reserve no card and are to see them all: Ray hides the cards from who reserved none."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name may hold a secret; some that hold none (``VLLM_MAX_TOKENS``) count too."""
+    return any(word in name.upper() for word in SECRET)
 
 
 def forwarded() -> dict[str, str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from datetime import date, timedelta
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,8 +27,8 @@ from alignment.report.night import NightRecord, PhaseRecord, gravest, read_night
 from alignment.report.night_driver import NightSetting, run_night
 from alignment.report.night_machine import write_provenance
 from alignment.report.night_matrix import read_matrix
-from alignment.report.night_nodes import Node, Watch
-from alignment.report.night_process import _machine, _runs, _started, adopting, clear_up, run_command
+from alignment.report.night_nodes import Node, Watch, with_withheld
+from alignment.report.night_process import Ended, _machine, _runs, _started, adopting, clear_up, run_command
 
 OK = "print('{\"fine\": true}')"
 TODAY = date.today()
@@ -66,7 +68,7 @@ def quick_provenance(monkeypatch):
 def drive(tmp_path, quick_provenance):
     """Runs a night of some phases in ``tmp_path/<out>``; ``known`` are entries of the known failures."""
 
-    def drive(phases: dict, *, out: str = "night", known=(), resume: bool = False, **row) -> NightRecord:
+    def drive(phases: dict, *, out: str = "night", known=(), ray=None, resume: bool = False, **row) -> NightRecord:
         (tmp_path / "known.yaml").write_text(yaml.safe_dump({"version": 1, "entries": list(known)}))
         row = {"name": "cpu", "chip": "CPU", "device": "cpu", "phases": list(phases), **row}
         codes = {0: "ignore", 1: "page", 2: "warn", 3: "page"}
@@ -74,7 +76,8 @@ def drive(tmp_path, quick_provenance):
         (tmp_path / "m.yaml").write_text(yaml.safe_dump(matrix))
         read = read_matrix(tmp_path / "m.yaml")
         return run_night(NightSetting(
-            matrix=read, row=read.row("cpu"), out=tmp_path / out, history=tmp_path / "h.sqlite", resume=resume
+            matrix=read, row=read.row("cpu"), out=tmp_path / out, history=tmp_path / "h.sqlite", resume=resume,
+            ray=ray,
         ))  # fmt: skip
 
     return drive
@@ -465,6 +468,31 @@ def test_a_node_is_lost_when_nobody_answers_there_any_more():
     assert watch.lost() == [node]
     # Whoever comes up on the same port later is another node.
     assert watch.lost() == [node]
+
+
+def test_a_secret_reaches_the_nodes_and_no_file(drive, monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_API_KEY", "hunter2")
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    seen = []
+
+    def census(self, folder):
+        self.nodes = [Node(name="a", identity="1", host="", port=1, resources={})]
+        return []
+
+    def here(self, argv, folder, timeout, *_):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", self._environment())
+            seen.append(with_withheld(read_json(Path(argv[-2])))["env"])
+        return Ended(code=0, seconds=0.0)
+
+    monkeypatch.setattr(night_driver._Night, "_take_census", census)
+    monkeypatch.setattr(night_driver._Night, "_here", here)
+    drive({"it": phase(OK, where="every-node")}, ray="auto", env={"HF_TOKEN": "hunter3", "VLLM_PORT": "7"})
+    (env,) = seen
+    assert (env["VLLM_API_KEY"], env["HF_TOKEN"]) == ("hunter2", "hunter3")
+    plan = tmp_path / "night" / "it" / "_driver" / "plan.json"
+    assert stat.S_IMODE(plan.stat().st_mode) == 0o600
+    assert {"VLLM_USE_V1", "VLLM_PORT"} <= set(read_json(plan)["env"]) and "hunter" not in plan.read_text()
 
 
 def test_several_nodes_of_one_machine_keep_their_numbers(tmp_path):
