@@ -40,7 +40,7 @@ Paths are relative to the phase's folder. Where ``leaves`` is not given, ``--jun
 of the command say it; a phase of which nothing is known is refused, since one that did nothing would look the same.
 
 **Exit codes** are those of ``alignment nightly run`` (see :mod:`alignment.report.night`), each mapped to ``page``,
-``warn`` or ``ignore``. A code that is not named is ``page``; 4 (nothing new) is ``warn``.
+``warn`` or ``ignore``. Where one is not named, 0 is ``ignore``, 4 (nothing new) ``warn`` and every other ``page``.
 
 **Known failures** are a file ``{version: 1, entries: [{match, owner, reason, expires}]}``: ``match`` is a shell pattern
 on the line ``<phase>/<check>: <reason>``, ``expires`` a day at most 92 days away. They take a finding out of the pager
@@ -70,6 +70,9 @@ ACTIONS = ("ignore", "warn", "page")
 DEVICES = ("npu", "cuda", "cpu")
 LEAVES = ("junit", "run", "training", "capture", "document")
 PLACEHOLDERS = ("out", "night", "row", "chip", "device", "stack", "ray", "nodes", "cards", "layers", "subjects")
+DEFAULT_CODES = {0: "ignore", 1: "page", 2: "page", 3: "page", 4: "warn"}
+"""Whom the exit codes call where the matrix does not say it."""
+
 LONGEST_KNOWN = 92
 """Days a known failure may be known for: a quarter."""
 
@@ -362,7 +365,7 @@ def _leaves_of(command: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _exit_codes(entry: object, where: str) -> dict[int, str]:
-    codes = {0: "ignore", 4: "warn"}
+    codes = dict(DEFAULT_CODES)
     for code, action in _mapping({} if entry is None else entry, None, where).items():
         if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 256:
             raise InputError("not an exit code", where=where, expected="0 … 255", found=code)

@@ -66,6 +66,12 @@ def test_a_matrix_is_read_with_the_files_it_names(write):
     assert not known.holds("layers/unit::test_rope: wrong", today=TODAY)
 
 
+def test_a_matrix_need_not_say_whom_a_night_calls(write):
+    """A known failure (exit code 1 of its phase, 4 of the night) warns without a word in the matrix, too."""
+    matrix = read_matrix(write("exit_codes: {0: ignore, 1: page, 2: warn, 3: page}\n", ""), today=TODAY)
+    assert matrix.exit_codes == {0: "ignore", 1: "page", 2: "page", 3: "page", 4: "warn"}
+
+
 def test_rows_of_other_settings_are_other_nights(write):
     first = read_matrix(write(), today=TODAY)
     again = read_matrix(write(), today=TODAY)
