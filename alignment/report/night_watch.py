@@ -57,17 +57,21 @@ def _names_its_code(commit: str) -> bool:
 
 
 def missing(told: Mapping[tuple[str, str, str], Mapping[str, str]], nights: Sequence[Night]) -> list[Concern]:
-    """Checks that ran some night before and not this one, until a person has accepted a night without them."""
+    """Checks that ran some night before and not this one, until a person has accepted a night without them.
+
+    A check that is skipped, or whose device or subject is unavailable, does not run.
+    """
     last = nights[-1]
     found = []
     for key, of_check in sorted(told.items()):
-        if last.run in of_check:
+        ran = [place for place, night in enumerate(nights) if of_check.get(night.run, NOT_RUN) != NOT_RUN]
+        if not ran or nights[ran[-1]] is last:
             continue
-        place = max(place for place, night in enumerate(nights) if night.run in of_check)
-        without = nights[place + 1 :]
+        without = nights[ran[-1] + 1 :]
         if not any(night.accepted for night in without):
             ago = "the night before" if len(without) == 1 else f"{len(without)} nights ago"
-            found.append(Concern(kind="missing", check=name_of(*key), detail=f"ran {ago} and not this night"))
+            now = "is skipped or unavailable" if last.run in of_check else "not"
+            found.append(Concern(kind="missing", check=name_of(*key), detail=f"ran {ago} and {now} this night"))
     errors = sum(of_check.get(last.run) == Outcome.ERROR.value for of_check in told.values())
     if errors and len(found) > 1:
         detail = f"did not run this night, in which {errors} were errors; the first is {found[0].check}"

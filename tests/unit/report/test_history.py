@@ -172,6 +172,19 @@ def test_a_check_that_stopped_running_is_missed(nights):
     assert history.call().action == "warn"
 
 
+def test_a_check_that_is_skipped_is_missed_and_one_that_never_ran_is_not(nights):
+    history, add = nights
+    absent, present = verdict("unit/mla", Outcome.UNAVAILABLE), verdict("unit/mla")
+    add(more=[absent])
+    assert add(more=[absent]).outcome == "pass" and history.call().concerns == ()
+    add(more=[present])
+    add(more=[absent])
+    (concern,) = history.call().concerns
+    assert (concern.kind, concern.check) == ("missing", "unit/mla [torch on npu]")
+    assert concern.detail == "ran the night before and is skipped or unavailable this night"
+    assert history.call().action == "warn"
+
+
 def small_noise(number: int) -> float:
     return 0.4 + 0.01 * ((number * 7) % 5 - 2)
 
