@@ -57,9 +57,13 @@ def read_verdicts(directory: Path) -> list[Verdict]:
     """
     path = directory / VERDICTS
     data = read_json(path)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise InputError("verdicts of another schema", where=path, expected=f"schema {SCHEMA}", found=data.get("schema"))
-    return [Verdict.from_dict(_floats(v)) for v in data["verdicts"]]
+    found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+    if not isinstance(data, dict) or found != SCHEMA:
+        raise InputError("verdicts of another schema", where=path, expected=f"schema {SCHEMA}", found=found)
+    try:
+        return [Verdict.from_dict(_floats(v)) for v in data["verdicts"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"not the verdicts of a run ({type(error).__name__}: {error})", where=path) from None
 
 
 def finite(value):

@@ -147,6 +147,25 @@ def test_a_run_says_what_it_found_and_what_made_it(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[]", "verdicts of another schema; expected schema 1; found list"),
+        ("3", "verdicts of another schema; expected schema 1; found int"),
+        ('{"schema": 1}', "not the verdicts of a run (KeyError: 'verdicts')"),
+        ('{"schema": 1, "verdicts": 3}', "not the verdicts of a run (TypeError"),
+        ('{"schema": 1, "verdicts": [[]]}', "not the verdicts of a run (TypeError"),
+        ('{"schema": 1, "verdicts": [{"measures": [], "outcome": "green"}]}', "not the verdicts of a run (ValueError"),
+        ('{"schema": 1, "verdicts": [{"measures": [], "outcome": "pass"}]}', "not the verdicts of a run (TypeError"),
+    ],
+)
+def test_verdicts_of_another_shape_are_a_problem_of_the_phase(tmp_path, text, problem):
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "verdicts.json").write_text(text)
+    (told,) = evidence(tmp_path, "run").problems
+    assert "verdicts.json: " in told and problem in told
+
+
+@pytest.mark.parametrize(
     ("verdicts", "problem"),
     [([], "no verdict: nothing was judged"), ([verdict("a", Outcome.UNAVAILABLE)], "everything was unavailable: why")],
 )
