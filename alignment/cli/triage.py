@@ -27,8 +27,11 @@ def triage(
     from rich.table import Table
 
     from alignment.diagnose.triage import triage as examine
+    from alignment.report.progress import waiting
 
-    found = examine(dut, baseline, repeats=tuple(repeat or ()))
+    # On stderr, so that the result can be piped while somebody watches.
+    with waiting(console_on(True), f"comparing {dut} with {baseline}", quiet=as_json):
+        found = examine(dut, baseline, repeats=tuple(repeat or ()))
     if as_json:
         print(json.dumps(found.to_dict(), indent=1, default=str))
         raise typer.Exit(found.exit_code)

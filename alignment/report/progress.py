@@ -101,6 +101,23 @@ def byte_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, i
 
 
 @contextlib.contextmanager
+def waiting(console: Console, text: str, *, quiet: bool) -> Iterator[None]:
+    """A spinner and the time that has passed, for work whose length is not known; gone when it is done.
+
+    Without a terminal nothing is shown: there is nothing to tell before the result.
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if quiet or not console.is_terminal:
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bars.add_task(text, total=None)
+        yield
+
+
+@contextlib.contextmanager
 def _bars(console: Console, quiet: bool) -> Iterator[tuple[Console | None, Progress | None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
