@@ -68,6 +68,9 @@ OUTER_GRACE_SECONDS = 60.0
 OWN = "_driver"
 """In the folder of a phase what the driver asked before it: the nodes, the devices. No host has a name like this."""
 
+EARLIER = "night.earlier.json"
+"""What a night said before it was resumed."""
+
 _PROBE_BYTES = 1 << 16
 _MARKER = "{folder of this node}"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -210,6 +213,10 @@ class _Night:
         if setting.resume:
             about = read_json(out / BEGUN)
             self.identity, self.began, self.commit = about["identity"], about["began"], about.get("commit", "")
+            # While it is resumed, and if it is killed then, nothing may say what it said before.
+            (out / EARLIER).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                (out / NIGHT).replace(out / EARLIER)
         with contextlib.suppress(InputError, OSError):
             if setting.history is not None and setting.history.is_file():
                 from alignment.report.history import History
@@ -266,6 +273,8 @@ class _Night:
         try:
             return run()
         except OtherCode:
+            with contextlib.suppress(FileNotFoundError):
+                (self.setting.out / EARLIER).replace(self.setting.out / NIGHT)
             raise
         except (OSError, InputError) as error:
             return not_carried_out(name, in_words(error), folders=self._existing(name))

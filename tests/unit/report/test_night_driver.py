@@ -356,6 +356,26 @@ def test_a_driver_that_is_killed_before_the_history_left_no_green(drive, monkeyp
     assert "the driver ended before it took the night into the history" in night.cause
 
 
+def test_a_green_night_is_not_green_while_it_is_resumed(drive, monkeypatch, tmp_path):
+    phases = {"tests": judged("pass"), "it": phase(OK)}
+    assert drive(phases).outcome == "pass"
+    (tmp_path / "night" / "tests" / "junit.xml").unlink()
+    resumed, seen = night_driver._Night._attempt, []
+
+    def attempt(self, *given):
+        seen.append(read_night(tmp_path / "night"))
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        return resumed(self, *given)
+
+    monkeypatch.setattr(night_driver._Night, "_attempt", attempt)
+    with pytest.raises(KeyboardInterrupt):
+        drive(phases, resume=True)
+    assert seen[0].outcome == "error" and "the night is still running" in seen[0].cause
+    assert "the driver of the night was killed before its verdict" in read_night(tmp_path / "night").cause
+    assert drive(phases, resume=True).outcome == "pass" and read_night(tmp_path / "night").outcome == "pass"
+
+
 def test_a_damaged_record_of_a_phase_is_no_finished_phase(drive, tmp_path):
     phases = {"it": phase(OK)}
     drive(phases)
