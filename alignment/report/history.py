@@ -397,6 +397,8 @@ class History:
         for run, *key, value in rows:
             if run in runs:
                 series.setdefault(tuple(key), {})[run] = value
+        # A metric that was given a bound, or lost it, is another one from then on.
+        series = {key: values for key, values in series.items() if last.run in values}
         # Thousands of metrics are watched every night; together they may alarm as rarely as one.
         alarm = CUSUM_ALARM + math.log(max(1, len(series)))
         found = []

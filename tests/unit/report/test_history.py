@@ -300,6 +300,23 @@ def test_curves_that_nothing_bounds_are_watched_on_both_sides(nights):
     assert concern.kind == "drift" and concern.detail.startswith("actor/entropy: moved from 1.4 to 1: CUSUM")
 
 
+def test_a_metric_that_loses_its_bound_begins_anew(nights):
+    history, add = nights
+
+    def entropy(value: float, bound: float | None) -> list[Verdict]:
+        measures = (Measure(name="actor/entropy", value=value, bound=bound),)
+        return [dataclasses.replace(verdict("dapo/metrics"), measures=measures)]
+
+    for number in range(20):
+        add(commit=f"c{number}", more=entropy(small_noise(number), 1.0))
+    add(commit="first without", more=entropy(3.0, None))
+    assert history.call().concerns == ()
+    for number in range(20):
+        add(commit=f"d{number}", more=entropy(3 + small_noise(number), None))
+    add(commit="low", more=entropy(1.0, None))
+    assert [c.detail[:27] for c in history.call().concerns] == ["actor/entropy: moved from 3"]
+
+
 def test_rejected_nights_do_not_calibrate(nights):
     history, add = nights
     for number in range(9):
