@@ -3,7 +3,8 @@
 What only moves has to arrive bit for bit. A sum of n summands in floating point may be off by what adding in another
 order can make of it, |error| ≤ (n − 1)·u / (1 − (n − 1)·u) · Σ|x| for unit roundoff u (Higham, *Accuracy and Stability
 of Numerical Algorithms*, section 4.2); two summands have one order only, so their sum is the rounded one. A mean takes
-two roundings more. Subnormal results may be flushed to 0. Copies of one sum on several ranks have to be equal.
+two roundings more, which below the normal numbers lose half of the smallest subnormal each; sums are exact there.
+Subnormal results may be flushed to 0. Copies of one sum on several ranks have to be equal.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ def replay(records: Sequence[RankRecord]) -> Replay:
             unjudged[f"{op}: called past torch.distributed's functions"] += count
     meetings = sorted(_meetings(records), key=lambda meeting: meeting.when)
     everything = _inputs_of_all(meetings)
+    groups = list(dict.fromkeys(tuple(sorted(call.ranks)) for record in records for call in record.calls))
     elements, used = 0, 0.0
     for meeting in meetings:
         call = next(iter(meeting.calls.values()))
@@ -140,7 +142,8 @@ def replay(records: Sequence[RankRecord]) -> Replay:
             bad, share = _compare(meeting, expected)
             used = max(used, share)
         if bad is not None:
-            cause = bad.cause or _explain(meeting, bad, everything)
+            # What follows the first wrong one may be wrong for it; only that is explained.
+            cause = bad.cause or ("" if wrong else _explain(meeting, bad, everything, groups))
             wrong.append(WrongCollective(**{**asdict(bad), "cause": cause}))
     return Replay(wrong=tuple(wrong), judged=dict(judged), elements=elements, used=used, unjudged=dict(unjudged))
 
@@ -252,14 +255,22 @@ def _reduced(parts: Sequence[Tensor], reduce: str) -> _Part | None:
     if count == 1:
         return _Part(value=parts[0])
     total = _exact_sum(parts)
-    u, tiny = unit_roundoff(dtype), torch.finfo(dtype).tiny
+    u = unit_roundoff(dtype)
     reach = torch.stack([part.double().abs() for part in parts]).sum(0)
     # A mean multiplies before or after it adds: 1/n and the product are rounded once each.
     roundings = count - 1 + (2 if reduce == "AVG" else 0)
     size = total.abs() if roundings == 1 else reach
-    bound = roundings * u / (1.0 - roundings * u) * size + tiny
+    bound = roundings * u / (1.0 - roundings * u) * size
     scale = count if reduce == "AVG" else 1
-    return _Part(value=total / scale, bound=bound / scale, reach=reach)
+    # Of a mean every summand may have been rounded to a subnormal number.
+    return _Part(value=total / scale, bound=bound / scale + scale * _half_subnormal(dtype), reach=reach)
+
+
+def _half_subnormal(dtype: torch.dtype) -> float:
+    """Half the spacing of subnormal numbers, or of float64, which has no half of it, the spacing."""
+    info = torch.finfo(dtype)
+    smallest = info.tiny * info.eps
+    return smallest / 2 or smallest
 
 
 def _exact_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -324,8 +335,9 @@ def _off(part: _Part, found: Tensor) -> tuple[Tensor, float]:
     overflowed = torch.isfinite(value) & ~torch.isfinite(wide)
     through = torch.where(torch.isnan(value), torch.isnan(wide), (wide == value) | overflowed | (error <= bound))
     through &= torch.isfinite(value) | ~torch.isfinite(wide)
-    good = torch.where(regular, error <= bound, through)
-    judged = regular & good
+    flushed = (wide == 0) & (value.abs() < torch.finfo(found.dtype).tiny)
+    good = torch.where(regular, (error <= bound) | flushed, through)
+    judged = regular & (error <= bound)
     share = float((error[judged] / bound[judged]).max()) if judged.any() else 0.0
     return ~good, share
 
@@ -361,23 +373,31 @@ def _inputs_of_all(meetings: Sequence[_Meeting]) -> Mapping[tuple[str, int], Map
     return found
 
 
-def _explain(meeting: _Meeting, bad: WrongCollective, everything: Mapping) -> str:
+def _explain(meeting: _Meeting, bad: WrongCollective, everything: Mapping, groups: Sequence[tuple[int, ...]]) -> str:
     """The cause that accounts for every element of the wrong output, the likeliest first."""
     call = meeting.calls[bad.rank]
     output = call.outputs[bad.part or 0]
     if call.reduce and output.dtype.is_floating_point:
-        return _explain_sum(meeting, bad, everything)
+        return _explain_sum(meeting, bad, everything, groups)
     return _explain_move(meeting, bad, everything)
 
 
-def _explain_sum(meeting: _Meeting, bad: WrongCollective, everything: Mapping) -> str:
+def _explain_sum(
+    meeting: _Meeting, bad: WrongCollective, everything: Mapping, groups: Sequence[tuple[int, ...]]
+) -> str:
     calls, ranks, call = meeting.calls, meeting.ranks, meeting.calls[bad.rank]
     place = ranks.index(bad.rank) if call.op == "reduce_scatter" else 0
     output = call.outputs[0].reshape(-1)
 
+    expected = _reduced([calls[rank].inputs[place].reshape(-1) for rank in ranks], call.reduce)
+    wrong = _off(expected, output)[0]
+    few = wrong.nonzero().reshape(-1)[:_LOOKED_AT]
+
     def fits(who: Sequence[int], source: Mapping[int, Call], reduce: str) -> bool:
         parts = [source[rank].inputs[place].reshape(-1) for rank in who]
         if any(part.shape != output.shape for part in parts):
+            return False
+        if bool(_off(_reduced([part[few] for part in parts], reduce), output[few])[0].any()):
             return False
         return not bool(_off(_reduced(parts, reduce), output)[0].any())
 
@@ -385,8 +405,6 @@ def _explain_sum(meeting: _Meeting, bad: WrongCollective, everything: Mapping) -
     words = {"AVG": "a mean in place of a sum", "SUM": "a sum in place of a mean"}
     if other and fits(ranks, calls, other):
         return words[other]
-    expected = _reduced([calls[rank].inputs[place].reshape(-1) for rank in ranks], call.reduce)
-    wrong = _off(expected, output)[0]
     if int(wrong.sum()) == 1:
         at = int(wrong.nonzero()[0])
         flipped = _flipped_bit(expected.value[at].to(output.dtype), output[at])
@@ -397,20 +415,36 @@ def _explain_sum(meeting: _Meeting, bad: WrongCollective, everything: Mapping) -
             lower, expected, output, calls, place
         ):
             return f"reduced in {str(lower).removeprefix('torch.')}"
-    for size in range(len(ranks) - 1, 0, -1):
-        for who in itertools.combinations(ranks, size):
-            if fits(who, calls, call.reduce):
-                lost = [rank for rank in ranks if rank not in who]
-                if size == 1 and call.op == "all_reduce" and _unreduced(calls):
-                    return "its own input: nothing was reduced"
-                return f"the contribution of rank {', '.join(map(str, lost))} is lost"
-    world = everything[call.op, meeting.index]
-    for size in range(2, len(world) + 1):
-        for who in itertools.combinations(sorted(world), size):
-            have = all(len(world[rank].inputs) > place for rank in who)
-            if who != ranks and have and fits(who, world, call.reduce):
-                return f"the ranks {', '.join(map(str, who))} were reduced: another group"
+    for who in _subsets(ranks, [g for g in groups if set(g) < set(ranks)], [len(ranks) - 1, 1]):
+        if fits(who, calls, call.reduce):
+            lost = [rank for rank in ranks if rank not in who]
+            if len(who) == 1 and call.op == "all_reduce" and _unreduced(calls):
+                return "its own input: nothing was reduced"
+            return f"the contribution of rank {', '.join(map(str, lost))} is lost"
+    world = {rank: one for rank, one in everything[call.op, meeting.index].items() if len(one.inputs) > place}
+    for who in _subsets(sorted(world), [g for g in groups if set(g) <= world.keys()], []):
+        if len(who) > 1 and set(who) != set(ranks) and fits(who, world, call.reduce):
+            return f"the ranks {', '.join(map(str, who))} were reduced: another group"
     return ""
+
+
+_LOOKED_AT = 1024
+"""Wrong elements on which a cause is tried before all of them are."""
+_TRIED = 512
+"""Subsets of ranks that are tried besides the likely ones: all of those of 9 ranks, of which there are 2⁹."""
+
+
+def _subsets(
+    ranks: Sequence[int], groups: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Those of the given sizes, the groups that were recorded, and the first of all others, large before small."""
+    for size in dict.fromkeys(size for size in sizes if size > 0):
+        yield from itertools.combinations(ranks, size)
+    yield from groups
+    others = (size for size in range(len(ranks) - 1, 0, -1) if size not in sizes)
+    yield from itertools.islice(
+        itertools.chain.from_iterable(itertools.combinations(ranks, size) for size in others), _TRIED
+    )
 
 
 def _unreduced(calls: Mapping[int, Call]) -> bool:
@@ -427,7 +461,7 @@ def _carried_out_in(lower: torch.dtype, expected: _Part, output: Tensor, calls: 
     parts = [call.inputs[place].reshape(-1).to(lower) for call in calls.values()]
     size = torch.stack([part.double().abs() for part in parts]).sum(0)
     # One rounding on the way in, one for every addition, one for a mean.
-    bound = (len(parts) + 2) * unit_roundoff(lower) * size + torch.finfo(lower).tiny
+    bound = (len(parts) + 2) * (unit_roundoff(lower) * size + _half_subnormal(lower))
     return bool(((output.double() - expected.value).abs() <= bound).all())
 
 

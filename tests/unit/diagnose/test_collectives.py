@@ -118,6 +118,81 @@ def test_ranks_that_hold_different_sums_are_named():
     assert first.rank == 2 and first.cause == "rank 0 and this one hold different sums"
 
 
+def halves(dtype):
+    """Numbers below the smallest normal one, which sums hold without any rounding."""
+    tiny = torch.finfo(dtype).tiny
+    return tiny / 8, tiny / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_small_values_can_be_wrong(dtype):
+    one, two = halves(dtype)
+    for output, right in ((one + two, True), (0.0, True), (one, False), (-one - two, False)):
+        first = replay(summed([[one] * 4, [two] * 4], [[output] * 4] * 2, dtype=dtype)).first
+        assert (first is None) is right, output
+    lost = replay(summed([[one] * 4, [two] * 4], [[one] * 4] * 2, dtype=dtype)).first
+    assert lost.cause == "the contribution of rank 1 is lost"
+    # What is normal may not be flushed.
+    tiny = torch.finfo(dtype).tiny
+    assert replay(summed([[tiny], [tiny]], [[0.0]] * 2, dtype=dtype)).first is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_mean_of_small_values_is_rounded(dtype):
+    step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    # 3 + 3 + 1 steps: the mean is 7/3; rounded on the way in 1 + 1 + 0, at the end 2.
+    inputs = [[3 * step], [3 * step], [step]]
+    for steps, right in ((2, True), (3, True), (7, False)):
+        first = replay(summed(inputs, [[steps * step]] * 3, reduce="AVG", dtype=dtype)).first
+        assert (first is None) is right, steps
+
+
+def random_sums(count: int, output):
+    inputs = [torch.arange(1.0, 9.0).roll(rank) * (1 + rank) for rank in range(count)]
+    return summed([x.tolist() for x in inputs], [output(inputs).tolist()] * count)
+
+
+@pytest.mark.parametrize("lost", [(7,), (0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11)])
+def test_a_loss_in_a_wide_group_is_explained(lost):
+    found = replay(random_sums(12, lambda inputs: sum(x for r, x in enumerate(inputs) if r not in lost)))
+    assert found.first.cause == f"the contribution of rank {', '.join(map(str, lost))} is lost"
+
+
+def test_the_subsets_that_explain_a_wide_sum_are_limited(monkeypatch):
+    tried = []
+    from alignment.diagnose import collective_replay
+
+    reduced = collective_replay._reduced
+    monkeypatch.setattr(collective_replay, "_reduced", lambda parts, kind: tried.append(1) or reduced(parts, kind))
+    first = replay(random_sums(24, lambda inputs: 1.5 * sum(inputs))).first
+    assert first.cause == "" and first.error > first.bound
+    # The wide group and the world are tried for single ranks, single losses and so many others.
+    assert len(tried) < 2 * (2 * 24 + collective_replay._TRIED) + 10
+
+
+def test_a_recorded_group_explains_a_wide_sum():
+    """Half of 24 ranks is not among the first subsets that are tried; it is where the half is a group of its own."""
+    half = tuple(range(0, 24, 2))
+    whole = random_sums(24, lambda inputs: sum(inputs[r] for r in half))
+    assert replay(whole).first.cause == ""
+    for record in whole:
+        if record.rank in half:
+            x = torch.ones(1)
+            record.calls.append(
+                Call(op="broadcast", ranks=half, group="data", rank=record.rank, root=0, inputs=[x], outputs=[x])
+            )
+    others = ", ".join(str(r) for r in range(1, 24, 2))
+    assert replay(whole).first.cause == f"the contribution of rank {others} is lost"
+
+
+def test_only_the_first_wrong_one_is_explained():
+    records = summed([[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0]] * 2)
+    for record in records:
+        record.calls.append(record.calls[0])
+    first, second = replay(records).wrong
+    assert (first.cause, second.cause) == ("the contribution of rank 1 is lost", "")
+
+
 def test_a_mean_is_judged_as_one():
     assert replay(summed([[1.0], [2.0], [4.0]], [[7 / 3]] * 3, reduce="AVG")).first is None
     first = replay(summed([[1.0], [2.0], [4.0]], [[7.0]] * 3, reduce="AVG")).first

@@ -217,7 +217,8 @@ def test_what_is_left_out_for_its_padding_is_counted_and_a_disagreement_in_it_is
     verdict = stage.verdict("target", "cpu", "golden")
     assert verdict.outcome is Outcome.INCONCLUSIVE
     assert verdict.next_command.startswith("capture both with the same padding")
-    told = re.search(r"not compared: (\d+) tensors of .*, because padding differs \(statistics of \1 disagree\)", verdict.reason)
+    said = r"not compared: (\d+) tensors of .*, because padding differs \(statistics of \1 disagree\)"
+    told = re.search(said, verdict.reason)
     assert int(told[1]) == len(stage.skipped) > 0
     assert str(stage.skipped[0]).endswith("not compared (padding among its [24, 8] and [24, 8])")
     lines = list(comparison_lines(comparison))
