@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
+import json
 import os
 import secrets
 import shutil
@@ -31,6 +33,7 @@ from alignment.report.night import (
     NIGHT,
     PHASE,
     SCHEMA,
+    TOLD,
     NightRecord,
     PhaseRecord,
     cause_of,
@@ -53,6 +56,7 @@ from alignment.report.night_judgement import (
 from alignment.report.night_matrix import STDERR, STDOUT, Matrix, Phase, Row
 from alignment.report.night_nodes import LOST, TOKEN, Node, Watch, begin_store, read_nodes
 from alignment.report.night_process import Ended, adopting, clear_up, run_command
+from alignment.report.night_watch import names_its_code
 from alignment.report.run_directory import PROVENANCE, STACK, finite, write_verdicts
 from alignment.rl.forwarded import EVERY_CARD, forwarded, is_secret
 
@@ -77,7 +81,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class OtherCode(InputError):
-    """A night is of one commit: what is resumed with another is left as it is."""
+    """A night is of one commit and of one set of packages: what is resumed with another is left as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +187,7 @@ class _Night:
     began: str = field(default_factory=utc_now)
     token: str = ""
     commit: str = ""
+    packages: str = ""
     nodes: list[Node] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     quarantined: Mapping[str, str] = field(default_factory=dict)
@@ -213,6 +218,7 @@ class _Night:
         if setting.resume:
             about = read_json(out / BEGUN)
             self.identity, self.began, self.commit = about["identity"], about["began"], about.get("commit", "")
+            self.packages = about.get("packages", "")
             # While it is resumed, and if it is killed then, nothing may say what it said before.
             (out / EARLIER).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -230,6 +236,7 @@ class _Night:
         write_json(self.setting.out / BEGUN, {
             "schema": SCHEMA, "identity": self.identity, "row": row.name, "chip": row.chip, "began": self.began,
             "digest": self.setting.matrix.digest(row), "phases": [PROVENANCE_PHASE, *row.phases], "commit": self.commit,
+            "packages": self.packages,
         })  # fmt: skip
 
     def _provenance(self) -> PhaseRecord:
@@ -253,7 +260,13 @@ class _Night:
                 "the night was begun with other code", where=out / BEGUN, expected=self.commit, found=commit,
                 next_step="begin a new night in another --out",
             )  # fmt: skip
-        self.commit = commit
+        packages = _digest(about.get("packages"))
+        if self.packages and packages != self.packages:
+            raise OtherCode(
+                "the night was begun with other packages", where=out / BEGUN, expected=self.packages,
+                found=f"{packages}{_changed(out / PROVENANCE, about)}", next_step="begin a new night in another --out",
+            )  # fmt: skip
+        self.commit, self.packages = commit, packages
         # What tells the night apart in the history, however often it is resumed.
         about |= {"night": self.identity, "row": row.name, "date": self.began}
         about["fingerprint"] = {**about["fingerprint"], "chip": f"{row.chip} ({row.name})"}
@@ -288,7 +301,10 @@ class _Night:
             clear_up(place)
         earlier = read_phase(folder)
         if self.setting.resume and earlier is not None and self._still_whole(phase, folder, earlier):
-            return replace(earlier, kept=True)
+            if names_its_code(self.commit):
+                return replace(earlier, kept=True)
+            why = f"commit {self.commit}" if self.commit else "a night without a commit"
+            self._say(f"{phase.name}: run again, since {why} does not name the code that made what is there")
         attempts = self._set_aside(folder)
         record = self._attempt(phase, folder)
         record = replace(record, attempt=len(attempts) + 1, earlier=attempts)
@@ -621,6 +637,21 @@ def _no_room(folder: Path) -> list[str]:
     except OSError as error:
         return [f"{folder}: {os.strerror(error.errno or 0)}"]
     return []
+
+
+def _digest(packages: object) -> str:
+    return hashlib.sha256(json.dumps(packages, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _changed(before: Path, now: Mapping[str, Any]) -> str:
+    """Which packages are others than in an earlier provenance, as far as that can be read."""
+    with contextlib.suppress(InputError, OSError, KeyError, TypeError, AttributeError):
+        old, new = read_json(before)["packages"], now["packages"]
+        other = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+        more = f" and {len(other) - TOLD} more" if len(other) > TOLD else ""
+        told = ", ".join(f"{name} {old.get(name, '(none)')} → {new.get(name, '(none)')}" for name in other[:TOLD])
+        return f" ({told}{more})" if other else ""
+    return ""
 
 
 def _last_line(path: Path) -> str:

@@ -37,7 +37,7 @@ def name_of(check: str, subject: str, device: str) -> str:
 def flaky(name: str, told: Mapping[str, str], nights: Sequence[Night]) -> list[Concern]:
     """Another judgement on the same stack, commit and chip. An error judges nothing; it pages by itself."""
     last = nights[-1]
-    if told[last.run] not in _JUDGED or not _names_its_code(last.commit):
+    if told[last.run] not in _JUDGED or not names_its_code(last.commit):
         return []
     alike = [
         n for n in nights[:-1]
@@ -51,9 +51,9 @@ def flaky(name: str, told: Mapping[str, str], nights: Sequence[Night]) -> list[C
     return [Concern(kind="flaky", check=name, detail=detail)]
 
 
-def _names_its_code(commit: str) -> bool:
+def names_its_code(commit: str) -> bool:
     """Two nights of one dirty commit may be of different code."""
-    return commit != "unknown" and not commit.endswith("-dirty")
+    return commit not in ("", "unknown") and not commit.endswith("-dirty")
 
 
 def missing(told: Mapping[tuple[str, str, str], Mapping[str, str]], nights: Sequence[Night]) -> list[Concern]:

@@ -59,6 +59,7 @@ def quick_provenance(monkeypatch):
         chip = f"{self.setting.row.chip} ({self.setting.row.name})"
         about = {"date": self.began, "commit": "c0ffee", "fingerprint": {"chip": chip}, "night": self.identity}
         write_json(self.setting.out / "provenance.json", about)
+        self.commit = os.environ.get("ALIGNMENT_COMMIT", "c0ffee")
         return PhaseRecord(name="provenance", outcome="pass")
 
     monkeypatch.setattr(night_driver._Night, "_provenance", provenance)
@@ -335,6 +336,43 @@ def test_a_resumed_night_keeps_what_was_finished_and_repeats_what_was_not(drive,
     assert len(History(tmp_path / "h.sqlite").nights()) == 1
     third = drive(phases, resume=True)
     assert [p.kept for p in third.phases[1:]] == [True] * 3
+
+
+def test_nothing_is_kept_of_a_commit_that_does_not_name_its_code(drive, monkeypatch):
+    phases = {"it": phase(OK)}
+    monkeypatch.setenv("ALIGNMENT_COMMIT", "c0ffee-dirty")
+    drive(phases)
+    assert (only(drive(phases, resume=True)).kept, only(drive(phases, resume=True)).attempt) == (False, 3)
+    monkeypatch.setenv("ALIGNMENT_COMMIT", "c0ffee")
+    assert only(drive(phases, resume=True)).kept
+
+
+def test_a_night_is_resumed_on_its_own_packages_alone(tmp_path, monkeypatch):
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump({
+        "version": 1, "phases": {"it": phase(OK)},
+        "rows": [{"name": "cpu", "chip": "CPU", "device": "cpu", "phases": ["it"]}],
+    }))  # fmt: skip
+    matrix, installed, real = read_matrix(tmp_path / "m.yaml"), {"torch": "2.8.0", "numpy": "2.0"}, run_command
+
+    def command(argv, *, folder, **more):
+        if "provenance" not in argv:
+            return real(argv, folder=folder, **more)
+        about = {"commit": "c0ffee", "packages": installed, "fingerprint": {"chip": "CPU"}}
+        write_json(folder / "provenance.json", about)
+        return Ended(code=0, seconds=0.0)
+
+    def night(resume: bool) -> NightRecord:
+        return run_night(NightSetting(matrix=matrix, row=matrix.row("cpu"), out=tmp_path / "night", resume=resume))
+
+    monkeypatch.setattr(night_driver, "run_command", command)
+    night(False)
+    assert only(night(True)).kept
+    before = read_night(tmp_path / "night")
+    installed["torch"] = "2.9.0"
+    said = r"the night was begun with other packages; expected .*; found .* \(torch 2.8.0 → 2.9.0\)"
+    with pytest.raises(InputError, match=said):
+        night(True)
+    assert read_night(tmp_path / "night") == before and before.outcome == "pass"
 
 
 def test_what_a_finished_phase_left_has_to_be_there_still(drive, tmp_path):
