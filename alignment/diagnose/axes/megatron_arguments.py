@@ -14,8 +14,12 @@ TRANSFORMER = "transformer_config.json"
 _BEGIN, _END = re.compile(r"-{3,} arguments -{3,}"), re.compile(r"-{3,} end of arguments -{3,}")
 _LINE = re.compile(r"(\w+) \.{2,} (.*?)\s*$")
 _OF_A_RANK = re.compile(
-    r"(^|_)(rank|ranks|device|devices|port|host|hostname|timestamp)(_|$)|^(save|load|log|wandb|tensorboard)"
+    r"^((local|global|node|machine)_)?ranks?$|(^|_)parallel_rank$|(^|_)(device|devices|port|host|hostname|timestamp)(_|$)"
+    r"|^(save|load)(_dir|_path|(_retain)?_interval)?$|^(wandb|tensorboard)_|_to_tensorboard$|^logging_level$"
+    r"|^log_(dir|path|file|level|interval|progress|throughput|straggler|energy|params_norm|num_zeros_in_grad)$"
 )
+"""Which rank it is, where it runs, where it writes and what it logs, by whole names: ``kv_lora_rank`` is the width of a
+layer, and ``load_balancing`` and ``log_probs`` are computed with."""
 _LINES = 200_000
 """Of a log in which the block has to begin; it is among the first things that Megatron prints."""
 

@@ -43,6 +43,18 @@ def test_the_transformer_configuration_of_the_last_checkpoint_is_read(tmp_path):
     assert megatron_arguments(tmp_path) == {"transformer_config.num_layers": 4}
 
 
+def test_widths_and_losses_are_no_ranks_and_no_places(tmp_path):
+    kept = ("kv_lora_rank", "q_lora_rank", "lora_rank", "load_balancing", "load_balancing_loss_coeff", "log_probs")
+    left = (
+        "rank", "local_rank", "tensor_model_parallel_rank", "load", "save", "save_interval", "log_interval",
+        "log_timers_to_tensorboard", "tensorboard_dir", "wandb_project", "local_device", "master_port",
+    )  # fmt: skip
+    found = megatron_arguments(log(tmp_path / "run", **dict.fromkeys((*kept, *left), "1")))
+    assert {name for name in (*kept, *left) if name in found} == set(kept)
+    report = checked(log(tmp_path / "a", kv_lora_rank="512"), log(tmp_path / "b", kv_lora_rank="256"))
+    assert [(f.cause, f.evidence[:9]) for f in report.findings] == [("Megatron's kv_lora_rank", "256 → 512")]
+
+
 def test_differences_are_ranked_and_ranks_are_none(tmp_path):
     report = checked(log(tmp_path / "a", rank="3", moe_router_dtype="None", adam_beta1="0.8"), log(tmp_path / "b"))
     assert [(f.cause, f.evidence) for f in report.findings] == [
