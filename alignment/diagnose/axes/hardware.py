@@ -29,6 +29,8 @@ def check(directory: Path) -> AxisReport:
         isinstance(v, Mapping) and {"check", "outcome"} <= v.keys() for v in verdicts
     ):
         raise InputError("not an answer of alignment stress", where=path, next_step=NEXT)
+    if not verdicts:
+        return report(AXIS, [], compared="", unseen=f"{STRESS} names no card", next_command=NEXT)
     bad = [v for v in verdicts if v["outcome"] != "pass"]
     findings = [
         Finding(

@@ -105,10 +105,15 @@ def rescored(run: RunData) -> list[str] | None:
         for row, score in enumerate(scores):
             recorded = float(batch.tensors["token_level_scores"][row].sum())
             expected = score.score + _penalty(config, len(_response(batch, row)))
-            # A score and a penalty, each rounded to float32 when they are recorded, and their sum.
-            if abs(recorded - expected) > 3 * _ROUNDOFF * max(1.0, abs(expected)):
+            if _off(recorded, expected):
                 wrong.append(f"step {step}, {batch.prompt_ids[row]}: {texts[row]!r} has {recorded:g}, not {expected:g}")
     return wrong
+
+
+def _off(recorded: float, expected: float) -> bool:
+    """Whether the two differ by more than a score and a penalty, each rounded to float32 when they are recorded, and
+    their sum; NaN agrees with nothing."""
+    return not abs(recorded - expected) <= 3 * _ROUNDOFF * max(1.0, abs(expected))
 
 
 def _response(batch: BatchRecord, row: int) -> list[int]:

@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from alignment.diagnose.axes import data, scoring, software, structure
+from alignment.diagnose.axes import data, hardware, scoring, software, structure
 from alignment.diagnose.garbled import find_garbled
 from alignment.diagnose.run_data import RunData
 from alignment.diagnose.run_stages import StageVerdict
@@ -167,6 +169,25 @@ def test_text_with_two_scores_is_listed_for_verl(tmp_path):
     assert scoring.check(*runs, [PARTED]).remarks == ("'The answer': 1 → 0",)
 
 
+def test_a_score_that_is_no_number_is_off():
+    u = float(np.finfo(np.float32).eps) / 2
+    for recorded, off in ((1.0, False), (1.0 + 3 * u, False), (1.0 + 8 * u, True), (float("nan"), True)):
+        assert scoring._off(recorded, 1.0) is off
+
+
+# --- axis 3: cards ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_of_no_cards_is_no_pass(tmp_path):
+    for verdicts, outcome in (([], Outcome.UNAVAILABLE), ([{"check": "stress/0", "outcome": "pass"}], Outcome.PASS)):
+        (tmp_path / hardware.STRESS).write_text(json.dumps({"verdicts": verdicts}))
+        report = hardware.check(tmp_path)
+        assert report.outcome is outcome
+    (tmp_path / hardware.STRESS).write_text(json.dumps({"verdicts": []}))
+    report = hardware.check(tmp_path)
+    assert report.reason == "stress.json names no card" and report.next_command == hardware.NEXT
+
+
 # --- garbled text that verl dumped -----------------------------------------------------------------------------------
 
 
@@ -189,6 +210,19 @@ def test_dumped_text_is_looked_at(tmp_path, output, reason):
 def test_a_baseline_that_is_garbled_too_is_no_finding(tmp_path):
     both = [dumped(tmp_path / name, "the the " * 200) for name in ("a", "b")]
     assert find_garbled(*both) is None
+
+
+# --- axis 5: first weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other, evidence", [(1.0, []), (2.0, ["1 of 2 tensors differ, model.k_scale first"])])
+def test_weights_without_dimensions_are_compared(tmp_path, other, evidence):
+    for name, scale in (("dut", other), ("baseline", 1.0)):
+        (tmp_path / name).mkdir()
+        tensors = {"model.w": torch.ones(2, 2), "model.k_scale": torch.tensor(scale)}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    assert [f.evidence for f in structure._tensors(tmp_path / "dut", tmp_path / "baseline")] == evidence
 
 
 # --- axis 5: conversion, and what the engines hold -------------------------------------------------------------------
