@@ -18,7 +18,7 @@ from alignment.capture.readers import open_capture
 from alignment.errors import InputError
 
 CASES = 20_000
-"""Mutated captures of every format: the figure of the issue that asked for the readers."""
+"""Mutated captures of every format: what the readers have to survive before a release."""
 UNIT_SHARE = 320
 """The unit run takes every so many of them."""
 SECONDS = 20

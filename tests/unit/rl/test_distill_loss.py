@@ -32,7 +32,7 @@ from alignment.rl.distill_loss import (
 )
 
 ORACLE_BAR, TOPK_BAR = 1e-12, 1e-10
-"""Issue 7: against independent oracles in float64, over the vocabulary and over the k most likely tokens."""
+"""Agreement with independent oracles in float64, over the vocabulary and over the k most likely tokens."""
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
 
 
