@@ -2,8 +2,9 @@
 ``torch.distributed``.
 
 The wrappers sit on the functions that engines call, wherever a module keeps one of them under a name, and are gone when
-the recording ends. Inputs are copied before the call and outputs once they are valid: after the call, after ``wait()``
-of what an asynchronous call gave, after the block of coalesced ones. What goes past these functions (functional
+the recording ends. Inputs are copied before the call and outputs once they are valid: after the call, once an
+asynchronous one has been waited for (or asked whether it is complete, and was), after the block of coalesced ones. What
+nobody waited for is marked as unfinished, and not judged. What goes past these functions (functional
 collectives, methods of a process group) is seen by its operator and counted as not recorded.
 """
 
@@ -46,6 +47,7 @@ class Call:
         reduce: SUM, AVG, MAX, …; "" where nothing is reduced.
         inputs, outputs: host copies; the parts of a gather in the order of the group. Empty where this rank gives or
             gets nothing.
+        finished: False where nobody waited for an asynchronous call: nothing came out yet that could be judged.
     """
 
     op: str
@@ -56,10 +58,11 @@ class Call:
     reduce: str = ""
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    finished: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, and how many there are."""
-        plain = {name: getattr(self, name) for name in ("op", "ranks", "group", "rank", "root", "reduce")}
+        plain = {name: getattr(self, name) for name in ("op", "ranks", "group", "rank", "root", "reduce", "finished")}
         return {**plain, "inputs": len(self.inputs), "outputs": len(self.outputs)}
 
 
@@ -69,9 +72,10 @@ class CollectiveRecorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.unseen: Counter[str] = Counter()
+        self._recording = False
         self._undo: list[Callable[[], None]] = []
         self._inside = threading.local()
-        self._coalescing: dict[Any, list[Callable[[], None]]] = {}
+        self._coalescing: dict[Any, list[_Opened]] = {}
         self._census = _Census(self)
 
     def begin(self) -> None:
@@ -102,10 +106,12 @@ class CollectiveRecorder:
                 if found is not None and found[0] is value:
                     setattr(module, name, found[1])
                     self._undo.append(functools.partial(setattr, module, name, value))
+        self._recording = True
         self._census.__enter__()
 
     def end(self) -> None:
-        """Puts everything back."""
+        """Puts everything back. A module that was imported meanwhile may keep a wrapper, which then records nothing."""
+        self._recording = False
         self._census.__exit__(None, None, None)
         while self._undo:
             self._undo.pop()()
@@ -207,7 +213,7 @@ class CollectiveRecorder:
 
         return recorded
 
-    def _open(self, read: _Read, group: Any) -> Callable[[], None]:
+    def _open(self, read: _Read, group: Any) -> _Opened:
         """Notes the calls with copies of their inputs; what is returned takes the outputs, once."""
         import torch.distributed as dist
 
@@ -220,20 +226,10 @@ class CollectiveRecorder:
                 call.inputs = [_copy(part) for part in one.give(len(ranks))]
             self.calls.append(call)
             opened.append((call, one))
-        done = False
-
-        def finish() -> None:
-            nonlocal done
-            if not done:
-                done = True
-                for call, one in opened:
-                    if one.op not in ("reduce", "gather") or call.root == call.rank:
-                        call.outputs = [_copy(part) for part in one.take(len(ranks))]
-
-        return finish
+        return _Opened(opened, len(ranks))
 
     def _is_inside(self) -> bool:
-        return getattr(self._inside, "depth", 0) > 0
+        return not self._recording or getattr(self._inside, "depth", 0) > 0
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:
@@ -244,18 +240,56 @@ class CollectiveRecorder:
             self._inside.depth -= 1
 
 
-class Waiting:
-    """What an asynchronous collective gave; the outputs are taken once somebody has waited for them."""
+class _Opened:
+    """Calls that have begun; calling it takes their outputs, once."""
 
-    def __init__(self, work: Any, finishes: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, calls: Sequence[tuple[Call, _One]], size: int) -> None:
+        self._calls, self._size, self._done = calls, size, False
+
+    def defer(self) -> None:
+        """The calls have returned, and their outputs are not there yet."""
+        for call, _ in self._calls:
+            call.finished = self._done
+
+    def __call__(self) -> None:
+        if not self._done:
+            self._done = True
+            for call, one in self._calls:
+                if one.op not in ("reduce", "gather") or call.root == call.rank:
+                    call.outputs = [_copy(part) for part in one.take(self._size)]
+                call.finished = True
+
+
+class Waiting:
+    """What an asynchronous collective gave; the outputs are taken once somebody knows that they are there."""
+
+    def __init__(self, work: Any, finishes: Sequence[_Opened]) -> None:
         self._work, self._finishes = work, finishes
+        for finish in finishes:
+            finish.defer()
 
     def wait(self, *arguments: Any, **keywords: Any) -> Any:
         """Waits for the work, then keeps its outputs."""
         answer = self._work.wait(*arguments, **keywords)
+        self._finish()
+        return answer
+
+    def synchronize(self, *arguments: Any, **keywords: Any) -> Any:
+        """Synchronises with the work, then keeps its outputs."""
+        answer = self._work.synchronize(*arguments, **keywords)
+        self._finish()
+        return answer
+
+    def is_completed(self) -> bool:
+        """Whether the work is done; keeps its outputs if it is."""
+        done = self._work.is_completed()
+        if done:
+            self._finish()
+        return done
+
+    def _finish(self) -> None:
         for finish in self._finishes:
             finish()
-        return answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -470,6 +504,12 @@ class RankRecord:
     calls: Sequence[Call]
     unseen: Mapping[str, int]
     facts: Mapping[str, Any]
+
+
+def remove_records(directory: Path) -> None:
+    """Removes the records of all ranks from a folder: those of an earlier run would be taken for this one's."""
+    for path in Path(directory).glob(RECORD.format(rank="*")):
+        path.unlink()
 
 
 def load_records(directory: Path) -> list[RankRecord]:

@@ -136,6 +136,9 @@ def replay(records: Sequence[RankRecord]) -> Replay:
             if expected is None:
                 unjudged[f"{call.op} with {call.reduce}"] += 1
                 continue
+            if not all(meeting.calls[rank].finished for rank in expected):
+                unjudged[f"{call.op}: nobody waited for it"] += 1
+                continue
             judged[_pair_name(call.op)] += 1
             for rank, parts in expected.items():
                 elements += sum(part.value.numel() for part in parts)

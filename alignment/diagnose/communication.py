@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from alignment.diagnose.axes.software import COMMUNICATION
-from alignment.diagnose.collective_record import RECORD, CollectiveRecorder, load_records
+from alignment.diagnose.collective_record import RECORD, CollectiveRecorder, load_records, remove_records
 from alignment.diagnose.collective_replay import Replay, replay
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
@@ -393,6 +393,7 @@ def _unfinished(directory: Path, error: Exception) -> Exception:
 @contextlib.contextmanager
 def _started(executor: Executor, config: TrainConfig, device: str, directory: Path, *, record: bool):
     directory.mkdir(parents=True, exist_ok=True)
+    remove_records(directory)
     argument = json.dumps({"directory": str(directory.resolve()), "record": record})
     observer = ObserverSpec(factory=f"{__name__}:watch", argument=argument)
     setting = WorkerSetting(config=config, device=device, total_steps=1, generates=False, observers=(observer,))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import types
 
 import collective_faults
 import collective_ranks
 import pytest
 import torch
 
-from alignment.diagnose.collective_record import RECORD, Call, CollectiveRecorder, RankRecord, load_records
+from alignment.diagnose.collective_record import (
+    RECORD,
+    Call,
+    CollectiveRecorder,
+    RankRecord,
+    load_records,
+    remove_records,
+)
 from alignment.diagnose.collective_replay import replay
 from alignment.errors import InputError
 
@@ -273,6 +282,89 @@ def test_a_message_that_is_another_ones():
     got = [Call(op="recv", ranks=(0, 1), group="", rank=1, root=0, outputs=[x]) for x in (first, first)]
     wrong = replay(world(sent, got)).first
     assert (wrong.op, wrong.index, wrong.rank) == ("send and recv", 1, 1)
+
+
+@contextlib.contextmanager
+def alone(tmp_path):
+    """A group of one rank, with a recorder."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    recorder = CollectiveRecorder()
+    recorder.begin()
+    try:
+        yield dist, recorder
+    finally:
+        recorder.end()
+        dist.destroy_process_group()
+
+
+def test_what_nobody_waited_for_is_not_judged(tmp_path):
+    with alone(tmp_path) as (dist, recorder):
+        dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
+        waited = dist.all_reduce(torch.ones(4), async_op=True)
+        waited.wait()
+        polled = dist.all_reduce(torch.ones(5), async_op=True)
+        while not polled.is_completed():
+            pass
+    assert [(call.finished, len(call.outputs)) for call in recorder.calls] == [(False, 0), (True, 1), (True, 1)]
+    recorder.save(tmp_path / RECORD.format(rank=0))
+    found = replay(load_records(tmp_path))
+    assert found.wrong == () and found.judged == {"all_reduce": 2}
+    assert found.unjudged == {"all_reduce: nobody waited for it": 1}
+
+
+def test_a_sum_that_one_rank_did_not_wait_for_is_not_judged():
+    records = summed([[1.0], [2.0]], [[4.0], [4.0]])
+    assert replay(records).first is not None
+    records[1].calls[0].finished = False
+    assert replay(records).unjudged == {"all_reduce: nobody waited for it": 1}
+
+
+def test_a_wrapper_that_a_module_kept_records_nothing_after_the_end(tmp_path):
+    with alone(tmp_path) as (dist, recorder):
+        late = types.ModuleType("late")
+        exec("from torch.distributed import all_reduce", late.__dict__)
+        late.all_reduce(torch.ones(3))
+        recorder.end()
+        try:
+            late.all_reduce(torch.ones(3))
+        finally:
+            recorder.begin()
+    assert len(recorder.calls) == 1
+
+
+def test_records_of_more_ranks_of_an_earlier_run_are_removed(tmp_path):
+    def run(count):
+        remove_records(tmp_path)
+        for record in summed([[1.0]] * count, [[float(count)]] * count):
+            recorder = CollectiveRecorder()
+            recorder.calls = list(record.calls)
+            recorder.save(tmp_path / RECORD.format(rank=record.rank))
+        return replay(load_records(tmp_path))
+
+    kept = tmp_path / "facts.json"
+    kept.write_text("{}")
+    assert run(4).wrong == () and run(2).wrong == ()
+    assert [record.rank for record in load_records(tmp_path)] == [0, 1] and kept.is_file()
+
+
+def test_ranks_start_in_a_folder_without_the_records_of_an_earlier_run(tmp_path):
+    from alignment.diagnose import communication
+    from alignment.rl.config import load_config
+
+    (tmp_path / RECORD.format(rank=7)).write_bytes(b"an earlier run")
+
+    class Executor:
+        def start(self, setting, placement):
+            assert list(tmp_path.iterdir()) == []
+            return {"actor": "group"}
+
+        def shutdown(self):
+            pass
+
+    with communication._started(Executor(), load_config("dapo-tiny"), "cpu", tmp_path, record=True) as group:
+        assert group == "group"
 
 
 def test_recording_needs_ranks():
