@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,7 +72,10 @@ def profile_step(
     seed: int = 0,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> tuple[PhaseMemory, ...]:
-    """One step of the golden engines on ``device``, by phase: rollout, sleep, old_log_prob, update_actor, offload.
+    """One step of the golden engines on ``device``, by phase: rollout, sleep, old_log_prob, ref_log_prob, update_actor,
+    offload.
+
+    The policy is on the host while the reference computes, as :func:`~alignment.diagnose.memory_model.estimate` has it.
 
     Args:
         config: the model, with dummy weights from ``seed``.
@@ -134,14 +138,25 @@ def profile_step(
         "responses": responses,
         "response_mask": response_mask,
     }
+    outputs = partial(policy_outputs, temperature=1.0)
     with phase("old_log_prob", sizes.asleep + sizes.old_log_prob):
         trainer = GoldenTrainingEngine(
             CausalLM(config, **place).init_weights(seed),
             optimizer=OptimizerConfig(lr=1e-6),
-            outputs=lambda model, batch: policy_outputs(model, batch, temperature=1.0),
+            outputs=outputs,
             device=device.torch_device,
         )
         trainer.forward([micro_batch], stage="old_log_prob")
+    trainer.offload()
+    # A CPU is its own host.
+    away = sizes.resident if device.kind == "cpu" else 0
+    with phase("ref_log_prob", sizes.asleep + sizes.ref_log_prob + away):
+        reference = GoldenTrainingEngine(
+            CausalLM(config, **place).init_weights(seed), optimizer=None, outputs=outputs, device=device.torch_device
+        )
+        reference.forward([micro_batch], stage="ref_log_prob")
+    del reference
+    trainer.reload()
     with phase("update_actor", sizes.asleep + sizes.update_actor):
         trainer.update(
             [micro_batch],
@@ -168,8 +183,9 @@ class GoldenSizes:
         asleep: what level 2 leaves on the device: the absorbed projections.
         resident: weights and optimizer states.
         old_log_prob: weights, optimizer states, and logits with their log-softmax.
-        update_actor: the same with accumulated gradients, and the larger of the activations and the gradients of one
-            backward pass.
+        ref_log_prob: weights of the reference, and the same logits and log-softmax.
+        update_actor: weights and optimizer states with accumulated gradients, and the larger of the activations and the
+            gradients of one backward pass.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, rows: int, prompt: int, response: int) -> None:
@@ -194,6 +210,7 @@ class GoldenSizes:
         tables = 2 * rows * response * config.vocab_size * wide
         self.resident = weights + states
         self.old_log_prob = self.resident + logits + tables
+        self.ref_log_prob = weights + logits + tables
         routed = config.num_experts_per_tok * (2 * config.hidden_size + 4 * config.moe_intermediate_size)
         shared = 4 * config.moe_intermediate_size * config.n_shared_experts
         dense = config.first_k_dense_replace

@@ -40,7 +40,7 @@ RECORD = """Device_id,Component,Timestamp(us),Total Reserved(KB),Device
 @pytest.mark.parametrize("config", [SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["small", "675 MB"])
 def test_each_phase_peaks_where_the_model_says(config):
     phases = {p.phase: p for p in profile_step(config, device=get_device("npu"))}
-    assert list(phases) == ["rollout", "sleep", "old_log_prob", "update_actor", "offload"]
+    assert list(phases) == ["rollout", "sleep", "old_log_prob", "ref_log_prob", "update_actor", "offload"]
     for phase in phases.values():
         assert abs(phase.residual) <= BAR * phase.modelled, phase
     asleep = phases["sleep"]
@@ -58,6 +58,16 @@ def test_an_engine_that_does_not_let_go_is_seen(monkeypatch):
     phases = {p.phase: p for p in profile_step(SMALL, device=get_device("npu"))}
     assert phases["sleep"].released == 0
     assert phases["old_log_prob"].residual > BAR * phases["old_log_prob"].modelled
+
+
+@pytest.mark.npu
+def test_a_policy_that_stays_on_the_device_is_seen_while_the_reference_computes(monkeypatch):
+    from alignment.backends.golden_training import GoldenTrainingEngine
+
+    monkeypatch.setattr(GoldenTrainingEngine, "offload", lambda self: None)
+    phases = {p.phase: p for p in profile_step(SMALL, device=get_device("npu"))}
+    assert phases["ref_log_prob"].residual > BAR * phases["ref_log_prob"].modelled
+    assert phases["offload"].released == 0
 
 
 def test_the_record_of_the_profiler(tmp_path):
