@@ -23,10 +23,6 @@ from alignment.capture.shards import activation_shard, global_names, local_tenso
 from alignment.capture.stage import StageRecord
 
 
-_SETTINGS = SettingsReader()
-"""Of every stage: what the code of a class reads is looked up once."""
-
-
 @dataclass(frozen=True)
 class HookedModule:
     """What is known of a module before it runs."""
@@ -62,7 +58,7 @@ class ModuleHooks:
         tokens: first and last call of the model that is captured, in generation; None for every call.
         samples: whether to hash the samples of every call.
         modules: whether modules are recorded, and not only who is running.
-        settings: whether the plain settings of modules are.
+        settings: reads the plain settings of modules; None where they are not recorded.
         mask: which tokens are real, where the model is not told.
     """
 
@@ -79,13 +75,13 @@ class ModuleHooks:
         tokens: tuple[int, int] | None = None,
         samples: bool = True,
         modules: bool = True,
-        settings: bool = True,
+        settings: SettingsReader | None = None,
         mask: Tensor | None = None,
     ) -> None:
         self.model, self.record, self.prefix = model, record, prefix
         self.backward, self.parameters, self.parameter_gradients = backward, parameters, parameter_gradients
         self.takes, self.tokens, self.samples, self.modules = takes, tokens, samples, modules
-        self.settings, self.mask = settings and modules, mask
+        self.settings, self.mask = settings if modules else None, mask
         self._handles: list[Any] = []
         self._graph_handles: list[Any] = []
         self._stack: list[_Frame] = []
@@ -105,7 +101,7 @@ class ModuleHooks:
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
         first = self.record.next_call(f"{self.prefix}\0settings") == 0
-        settings = _SETTINGS if self.settings and first else None
+        settings = self.settings if first else None
         for name, module in modules.items():
             if isinstance(module, containers):
                 continue

@@ -28,6 +28,7 @@ from alignment.capture.operators import OperatorRecorder
 from alignment.capture.own_format import write_about
 from alignment.capture.reduction import Reducer
 from alignment.capture.samples import Samples, real_bounds, sample_keys
+from alignment.capture.settings import SettingsReader
 from alignment.capture.stage import StageRecord
 from alignment.capture.writer import BackgroundWriter
 from alignment.errors import InputError
@@ -66,6 +67,9 @@ class Capture:
         self._calls: dict[str, dict[str, int]] = {}
         self._parameters: dict[str, dict[str, tuple]] = {}
         self._met: dict[str, dict[str, int]] = {}
+        # What the code of a class reads is looked up once for all stages. Not for all sessions: code that was put onto
+        # a module holds the module.
+        self._settings = SettingsReader()
         self._started = False
         self._inside = False
 
@@ -144,7 +148,7 @@ class Capture:
                 takes=config.takes_module,
                 tokens=generation,
                 modules=config.level != "L1",
-                settings=config.settings,
+                settings=self._settings if config.settings else None,
                 mask=attention_mask,
             )
             for prefix, model in (models.items() if modules else ())

@@ -1,7 +1,8 @@
 """Plain settings that take part in a module's forward pass: an ε, a scale, a k, the name of an activation.
 
 Statistics see a wrong ε as noise; the number itself is either equal or not. Which attributes take part is read from the
-code of ``forward`` and of what it calls in its class and package, once per class and without running any of it.
+code of ``forward`` and of what it calls in its class and package, once per class (per module where code was put onto
+a single one), without running any of it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SettingsReader:
     """Reads the settings of many modules; what it knows of a class's code it keeps."""
 
     def __init__(self) -> None:
-        self._names: dict[tuple[type, Any], tuple[frozenset[str], frozenset[str]]] = {}
+        self._names: dict[tuple, tuple[frozenset[str], frozenset[str]]] = {}
 
     def of(self, module: nn.Module) -> dict[str, Setting]:
         """Name to value: of attributes as they are called, of the module's configuration after ``config.``.
@@ -42,9 +43,10 @@ class SettingsReader:
         only say where and how a module runs, and dropout where the module is not training.
         """
         forward = getattr(module.forward, "__func__", module.forward)
-        key = (type(module), forward)
+        bound = _bound(module)
+        key = (type(module), forward, *bound)
         if key not in self._names:
-            self._names[key] = _mentioned(module, forward)
+            self._names[key] = _mentioned(type(module), (forward, *bound))
         used, read = self._names[key]
         held = {**_constants(type(module), used), **vars(module)}
         found = dict(_plain({name: held[name] for name in sorted(used & held.keys())}))
@@ -93,11 +95,15 @@ def _constants(kind: type, used: frozenset[str]) -> dict[str, Any]:
     return found
 
 
-def _mentioned(module: nn.Module, forward: Any) -> tuple[frozenset[str], frozenset[str]]:
+def _bound(module: nn.Module) -> tuple[Any, ...]:
+    """Functions that were bound to this one module and take part in its forward pass."""
+    held = vars(module).values()
+    return tuple(v.__func__ for v in held if isinstance(v, types.MethodType) and v.__self__ is module)
+
+
+def _mentioned(kind: type, functions: tuple[Any, ...]) -> tuple[frozenset[str], frozenset[str]]:
     """Names in the code of the forward pass, and in that of the forward pass or the constructor."""
-    kind = type(module)
-    bound = [v.__func__ for v in vars(module).values() if isinstance(v, types.MethodType) and v.__self__ is module]
-    used = _names_in([forward, *bound], kind)
+    used = _names_in(list(functions), kind)
     constructors = [vars(base)["__init__"] for base in kind.__mro__ if "__init__" in vars(base)]
     built = _names_in([f for f in constructors if f is not nn.Module.__init__], kind, follow=False)
     return used, used | built

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
+import types
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -107,6 +110,43 @@ def test_a_forward_that_was_replaced_is_read_as_it_is_now():
     module = Norm()
     module.forward = lambda x: x * module.softcap
     assert set(SettingsReader().of(module)) == {"softcap"}
+
+
+def test_a_method_that_was_bound_to_one_module_counts_for_that_one():
+    reader, plain, other = SettingsReader(), Norm(), Norm()
+    other.core = types.MethodType(lambda self, x: x * self.scale, other)
+    plain.scale = other.scale = 2.0
+    assert "scale" not in reader.of(plain)
+    assert reader.of(other)["scale"] == 2.0
+    assert "scale" not in reader.of(plain)
+
+
+def test_nothing_holds_a_module_once_its_capture_has_ended(tmp_path):
+    def captured():
+        model = nn.Sequential(nn.Linear(8, 8))
+        old = model[0].forward
+        # as hooks of libraries replace it
+        model[0].forward = functools.partial(lambda module, x: old(x), model[0])
+        capture_of(model, tmp_path / "a")
+        return weakref.ref(model[0])
+
+    held = captured()
+    gc.collect()
+    assert held() is None
+
+
+def test_the_code_of_a_class_is_read_once_for_all_stages(tmp_path, monkeypatch):
+    from alignment.capture import settings
+
+    read = []
+    mentioned = settings._mentioned
+    monkeypatch.setattr(settings, "_mentioned", lambda kind, functions: read.append(kind) or mentioned(kind, functions))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with capture(model, CaptureConfig(), directory=tmp_path) as session:
+        for step in range(2):
+            with session.step(step):
+                model(torch.ones(2, 8)).sum().backward()
+    assert sorted(kind.__name__ for kind in read) == ["Linear", "Sequential"]
 
 
 def test_an_infinite_setting_can_be_stored(tmp_path):
