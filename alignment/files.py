@@ -51,6 +51,20 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, lambda beside: beside.write_text(text + "\n", encoding="utf-8"))
 
 
+def read_text(path: Path) -> str:
+    """The text of a file that a person wrote.
+
+    Raises:
+        InputError: it is missing or cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError("the file does not exist", where=path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the file cannot be read ({error})", where=path) from None
+
+
 def read_json(path: Path) -> Any:
     """The value stored at ``path``.
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 from alignment.bisect.keys import nearest, only_known
-from alignment.bisect.stack import Stack, load_stack
+from alignment.bisect.stack import Stack, load_stack, read_mapping
 from alignment.errors import InputError
 from alignment.files import write_atomically
 from alignment.report.night_matrix import Matrix, Row, read_matrix
@@ -210,12 +209,7 @@ def read_site(path: Path) -> Site:
     Raises:
         InputError: a key is unknown (the nearest one is named), missing, or a chip's recipe does not exist.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError("the file does not exist", where=path) from None
-    except yaml.YAMLError as error:
-        raise InputError(f"not YAML ({' '.join(str(error).split())})", where=path) from None
+    data = read_mapping(path)
     keys = ("version", *(f.name for f in dataclasses.fields(Site) if f.name != "path"))
     _complete(only_known(data, keys, where=path, what="site file"), keys, path)
     if data["version"] != 1:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from alignment.bisect.components import Component, define_components, find_component, rank
 from alignment.bisect.keys import only_known
 from alignment.errors import InputError
-from alignment.files import write_atomically
+from alignment.files import read_text, write_atomically
 
 SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent / "data" / "stacks"
@@ -248,12 +248,7 @@ def load_stack(path: Path | str) -> Stack:
 
 def read_mapping(path: Path) -> Any:
     """The contents of a YAML or TOML file; InputError when it is missing or malformed."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError("the file does not exist", where=path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the file cannot be read ({error})", where=path) from None
+    text = read_text(path)
     if path.suffix == ".toml":
         try:
             import tomllib

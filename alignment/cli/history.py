@@ -10,7 +10,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import JsonOption, console_on
+from alignment.cli.options import HISTORY, JsonOption, console_on
 from alignment.errors import InputError
 from alignment.numerics.verdict import ALIGNED, MISALIGNED
 
@@ -18,13 +18,12 @@ history_app = typer.Typer(no_args_is_help=True, help="One record per night: call
 
 FileOption = Annotated[Path, typer.Option("--history", help="The SQLite file of the nights.")]
 CheckArgument = Annotated[str, typer.Argument(help="Id of a check, as the verdicts spell it.")]
-FILE = Path("runs/history.sqlite")
 
 
 @history_app.command("add")
 def add(
     run: Annotated[Path, typer.Argument(help="The directory of a finished alignment run.")],
-    history: FileOption = FILE,
+    history: FileOption = HISTORY,
     as_json: JsonOption = False,
 ) -> None:
     """Take a night in and say what to do about that night: page (exit 1), warn or ignore (exit 0)."""
@@ -48,7 +47,7 @@ def add(
 
 
 @history_app.command("list")
-def list_nights(history: FileOption = FILE, as_json: JsonOption = False) -> None:
+def list_nights(history: FileOption = HISTORY, as_json: JsonOption = False) -> None:
     """Every night, oldest first."""
     from alignment.report.history import History
 
@@ -66,7 +65,7 @@ def list_nights(history: FileOption = FILE, as_json: JsonOption = False) -> None
 def show(
     check: CheckArgument,
     subject: Annotated[Optional[str], typer.Option(help="Only this implementation.")] = None,
-    history: FileOption = FILE,
+    history: FileOption = HISTORY,
     as_json: JsonOption = False,
 ) -> None:
     """One check, night by night: verdict and share of the budget."""
@@ -84,7 +83,7 @@ def show(
 
 
 @history_app.command("rates")
-def rates(history: FileOption = FILE, as_json: JsonOption = False) -> None:
+def rates(history: FileOption = HISTORY, as_json: JsonOption = False) -> None:
     """False alarms of each check over the last 30 accepted nights, beside the rate it is made for."""
     from alignment.report.history import History
 
@@ -113,7 +112,7 @@ def decide(
     run: Annotated[str, typer.Argument(help="The night, by the name of its run.")],
     accept: Annotated[bool, typer.Option("--accept/--reject", help="Whether drift is measured against this night.")],
     reason: Annotated[str, typer.Option(help="Why.")],
-    history: FileOption = FILE,
+    history: FileOption = HISTORY,
     as_json: JsonOption = False,
 ) -> None:
     """A person's word on a night: it counts, or it does not."""
@@ -130,7 +129,7 @@ def quarantine(
     check: CheckArgument,
     until: Annotated[str, typer.Option(help="The last day, at most 30 days from now: 2027-01-31.")],
     reason: Annotated[str, typer.Option(help="Why, and who works on it.")],
-    history: FileOption = FILE,
+    history: FileOption = HISTORY,
     as_json: JsonOption = False,
 ) -> None:
     """Take a check out of the night's call for a while; it still runs and is still shown."""

@@ -9,11 +9,9 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import BASELINES, BaselineOption, JsonOption
+from alignment.cli.options import BASELINES, HISTORY, BaselineOption, JsonOption
 
 nightly_app = typer.Typer(no_args_is_help=True, help="Drive a night of a matrix, and read what one says.")
-
-HISTORY = Path("runs/history.sqlite")
 
 
 @nightly_app.command("run")

@@ -13,6 +13,7 @@ import typer
 
 BASELINES = Path(__file__).resolve().parents[2] / "baselines"
 RUNS = Path("runs")
+HISTORY = RUNS / "history.sqlite"
 
 
 Overrides = Annotated[

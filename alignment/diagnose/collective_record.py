@@ -116,7 +116,7 @@ class CollectiveRecorder:
         while self._undo:
             self._undo.pop()()
 
-    def save(self, path: Path, *, facts: Mapping[str, Any] | None = None) -> None:
+    def save(self, path: Path) -> None:
         """Writes the calls, whole or not at all."""
         from safetensors.torch import save_file
 
@@ -130,7 +130,6 @@ class CollectiveRecorder:
             "schema": SCHEMA,
             "calls": [call.to_json() for call in self.calls],
             "unseen": dict(self.unseen),
-            "facts": dict(facts or {}),
         }
         write_atomically(path, lambda beside: save_file(tensors, beside, metadata={"record": json.dumps(told)}))
 
@@ -498,12 +497,11 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank recorded: its calls in order, what it could not see, and what else was noted."""
+    """What one rank recorded: its calls in order, and what it could not see."""
 
     rank: int
     calls: Sequence[Call]
     unseen: Mapping[str, int]
-    facts: Mapping[str, Any]
 
 
 def remove_records(directory: Path) -> None:
@@ -544,4 +542,4 @@ def _load(path: Path) -> RankRecord:
         plain["ranks"] = tuple(plain["ranks"])
         calls.append(Call(**plain, inputs=held["in"], outputs=held["out"]))
     rank = int(path.stem.rpartition("_")[2])
-    return RankRecord(rank=rank, calls=calls, unseen=told["unseen"], facts=told["facts"])
+    return RankRecord(rank=rank, calls=calls, unseen=told["unseen"])

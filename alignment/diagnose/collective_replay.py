@@ -112,8 +112,7 @@ class _Meeting:
 
     def wrong(self, rank: int, **more: Any) -> WrongCollective:
         call = next(iter(self.calls.values()))
-        op = "send and recv" if call.op in ("send", "recv") else call.op
-        return WrongCollective(op=op, group=call.group, ranks=self.ranks, index=self.index, rank=rank, **more)
+        return WrongCollective(op=_pair_name(call.op), group=call.group, ranks=self.ranks, index=self.index, rank=rank, **more)
 
 
 def replay(records: Sequence[RankRecord]) -> Replay:
@@ -408,11 +407,9 @@ def _explain_sum(
     words = {"AVG": "a mean in place of a sum", "SUM": "a sum in place of a mean"}
     if other and fits(ranks, calls, other):
         return words[other]
-    if int(wrong.sum()) == 1:
-        at = int(wrong.nonzero()[0])
-        flipped = _flipped_bit(expected.value[at].to(output.dtype), output[at])
-        if flipped is not None:
-            return f"bit {flipped} of one element is flipped"
+    flipped = _one_flipped(wrong, expected.value, output)
+    if flipped:
+        return flipped
     for lower in LOWER:
         if unit_roundoff(lower) > unit_roundoff(output.dtype) and _carried_out_in(
             lower, expected, output, calls, place
@@ -474,12 +471,9 @@ def _explain_move(meeting: _Meeting, bad: WrongCollective, everything: Mapping) 
     parts = _expected(meeting)[bad.rank]
     expected = parts[bad.part or 0].value
     if expected.dtype == output.dtype:
-        wrong = _off(_Part(value=expected), output)[0].reshape(-1)
-        if int(wrong.sum()) == 1:
-            at = int(wrong.nonzero()[0])
-            flipped = _flipped_bit(expected.reshape(-1)[at], output.reshape(-1)[at])
-            if flipped is not None:
-                return f"bit {flipped} of one element is flipped"
+        flipped = _one_flipped(_off(_Part(value=expected), output)[0], expected, output)
+        if flipped:
+            return flipped
     if len(call.outputs) > 1 and bad.part is not None:
         names = [_source(part, call.outputs) for part in (p.value for p in parts)]
         if None not in names and sorted(names) == list(range(len(names))):
@@ -508,6 +502,16 @@ def _source(part: Tensor, outputs: Sequence[Tensor]) -> int | None:
         if output.numel() == part.numel() and output.dtype == part.dtype and torch.equal(_bits(output), _bits(part)):
             return place
     return None
+
+
+def _one_flipped(wrong: Tensor, expected: Tensor, found: Tensor) -> str:
+    """Which bit of the only wrong element is flipped, in words; empty where that does not explain it."""
+    places = wrong.reshape(-1).nonzero()
+    if len(places) != 1:
+        return ""
+    at = int(places[0])
+    bit = _flipped_bit(expected.reshape(-1)[at].to(found.dtype), found.reshape(-1)[at])
+    return "" if bit is None else f"bit {bit} of one element is flipped"
 
 
 def _flipped_bit(expected: Tensor, found: Tensor) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -411,15 +411,24 @@ def difference_of(golden: TensorRow, target: TensorRow, discrete: bool = False) 
         return Difference(math.inf, problem=_other_shape(golden, target))
     if golden.load_tensor is not None and target.load_tensor is not None:
         return _from_tensors(golden, target)
-    if golden.load_sketch is not None and target.load_sketch is not None and golden.by_key == target.by_key:
-        first, second = golden.sketch(), target.sketch()
-        if first.shape == second.shape:
-            found = from_sketches(first, second, a, b)
-            return _of_choices(found) if discrete else found
-    if a is not None and b is not None:
+    return _by_summary(golden, target, discrete, TensorRow.sketch if golden.by_key == target.by_key else None)
+
+
+def _by_summary(
+    golden: TensorRow, target: TensorRow, discrete: bool, sketch_of: Callable[[TensorRow], np.ndarray] | None
+) -> Difference:
+    """The difference by sketches where both have them and ``sketch_of`` may read them, else by statistics."""
+    a, b = golden.statistics, target.statistics
+    sketches = ()
+    if sketch_of is not None and golden.load_sketch is not None and target.load_sketch is not None:
+        sketches = sketch_of(golden), sketch_of(target)
+    if sketches and sketches[0].shape == sketches[1].shape:
+        found = from_sketches(*sketches, a, b)
+    elif a is not None and b is not None:
         found = from_statistics(a, b)
-        return _of_choices(found) if discrete else found
-    return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
+    else:
+        return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
+    return _of_choices(found) if discrete else found
 
 
 def _other_shape(golden: TensorRow, target: TensorRow) -> str:
@@ -448,15 +457,7 @@ def _of_samples(golden: TensorRow, target: TensorRow, discrete: bool) -> Differe
         first, second = _real_tokens(golden), _real_tokens(target)
         if first is not None and second is not None and first.shape == second.shape:
             return from_tensors(first, second)
-    if golden.load_sketch is not None and target.load_sketch is not None:
-        first, second = _sketch_of_all(golden), _sketch_of_all(target)
-        if first.shape == second.shape:
-            found = from_sketches(first, second, a, b)
-            return _of_choices(found) if discrete else found
-    if a is not None and b is not None:
-        found = from_statistics(a, b)
-        return _of_choices(found) if discrete else found
-    return Difference(math.inf, problem="the two captures share no detail: statistics, sketch or tensor")
+    return _by_summary(golden, target, discrete, _sketch_of_all)
 
 
 def _sketch_of_all(row: TensorRow) -> np.ndarray:

@@ -12,7 +12,7 @@ from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, recorded_steps
 from alignment.rl.config import flatten
-from alignment.rl.tracking import METRICS, read_series
+from alignment.rl.tracking import METRICS, RUN, read_series
 
 PLACES = ("trainer.", "data.train_files", "data.val_files", "ray_kwargs.", "hydra.", "model.path")
 
@@ -47,7 +47,7 @@ class RunData:
     def provenance_hash(self, name: str) -> str | None:
         """``model_hash`` or ``data_hash`` of the run's own record; None where it has none."""
         try:
-            return read_json(self.directory / "run.json")["provenance"][name]
+            return read_json(self.directory / RUN)["provenance"][name]
         except (InputError, KeyError, TypeError):
             return None
 
@@ -68,8 +68,8 @@ def open_run(directory: Path) -> RunData:
         InputError: neither.
     """
     directory = Path(directory)
-    if (directory / "run.json").is_file() and (directory / METRICS).is_file():
-        about = read_json(directory / "run.json")
+    if (directory / RUN).is_file() and (directory / METRICS).is_file():
+        about = read_json(directory / RUN)
         config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
         verl = about.get("verl") or {}
         series = {
@@ -100,7 +100,7 @@ def open_run(directory: Path) -> RunData:
 
 def is_run(directory: Path) -> bool:
     """Whether :func:`open_run` can read ``directory``; a folder that says it is a capture is none."""
-    if (directory / "run.json").is_file():
+    if (directory / RUN).is_file():
         return True
     if not directory.is_dir() or (directory / "capture.json").exists():
         return False

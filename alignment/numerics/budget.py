@@ -15,7 +15,8 @@ import torch
 
 from alignment.errors import InputError
 from alignment.numerics import metrics
-from alignment.numerics.precision import Precision, dtype_name, error_growth, known_keys, unit_roundoff
+from alignment.numerics.known_keys import known_keys
+from alignment.numerics.precision import Precision, dtype_name, error_growth, unit_roundoff
 from alignment.numerics.verdict import Measure
 
 __all__ = [

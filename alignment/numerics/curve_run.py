@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from alignment.errors import InputError
-from alignment.numerics.precision import known_keys
+from alignment.numerics.known_keys import known_keys
 
 CURVE_SCHEMA = 1
 

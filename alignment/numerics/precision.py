@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 
 from alignment.errors import InputError
+from alignment.numerics.known_keys import known_keys
 
 # explicit significand bits of the matmul modes that round float32 operands; TF32 as NVIDIA publishes it, HF32 with 11
 # as assumed for Ascend (its public documents give the storage format, not the width used by every operator)
@@ -162,25 +162,3 @@ class Precision:
 
     def _accumulator(self, dtype: str) -> str:
         return self.accumulate or ("float64" if dtype == "float64" else "float32")
-
-
-def known_keys(cls: type, data: Mapping) -> dict:
-    """``data`` as keyword arguments of a dataclass.
-
-    Raises:
-        InputError: it is no mapping, or has a key the class does not know (the nearest known one is named).
-    """
-    if not isinstance(data, Mapping):
-        raise InputError("not an object", where=cls.__name__, expected="a mapping of fields", found=type(data).__name__)
-    names = [field.name for field in fields(cls)]
-    for key in data:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            raise InputError(
-                "unknown key",
-                where=cls.__name__,
-                expected=f"one of {', '.join(names)}",
-                found=key,
-                next_step=f"did you mean {near[0]}?" if near else None,
-            )
-    return dict(data)

@@ -99,12 +99,22 @@ class Verdict:
 
     @classmethod
     def from_dict(cls, data: dict) -> Verdict:
-        """The inverse of :meth:`to_dict`."""
-        data = dict(data)
+        """The inverse of :meth:`to_dict`. Where JSON has no number (NaN, infinity) its name stands, as ``finite`` of
+        :mod:`alignment.report.run_directory` spells it.
+
+        Raises:
+            KeyError, TypeError, ValueError: these are not the fields of a verdict.
+        """
+        data = {**data}
         data["outcome"] = Outcome(data["outcome"])
-        data["measures"] = tuple(Measure(**m) for m in data.get("measures", ()))
+        data["measures"] = tuple(Measure(**_numbers(m)) for m in data.get("measures", ()))
         data["where"] = Divergence(**data["where"]) if data.get("where") else None
         return cls(**data)
+
+
+def _numbers(measure: dict) -> dict:
+    spelled = [key for key in ("value", "bound") if isinstance(measure.get(key), str)]
+    return {**measure, **{key: float(measure[key]) for key in spelled}}
 
 
 ALIGNED, MISALIGNED, USAGE = 0, 1, 2

@@ -92,6 +92,16 @@ class PhaseRecord:
     trainings: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
 
+    @property
+    def counted(self) -> str:
+        """How much of what it did, for people."""
+        return ", ".join(f"{n} {what}" for what, n in self.counts.items())
+
+    @property
+    def again(self) -> str:
+        """Whether it is of an earlier run of the night, or of a later one."""
+        return "kept" if self.kept else f"attempt {self.attempt}" if self.attempt > 1 else ""
+
     def to_dict(self) -> dict[str, Any]:
         return finite(asdict(self))
 
@@ -283,9 +293,8 @@ def told(record: NightRecord) -> list[str]:
     lines = [record.line, ""]
     width = max((len(p.name) for p in record.phases), default=0)
     for phase in record.phases:
-        counts = ", ".join(f"{n} {what}" for what, n in phase.counts.items())
-        why = phase.cause or counts
-        again = " (kept)" if phase.kept else f" (attempt {phase.attempt})" if phase.attempt > 1 else ""
+        why = phase.cause or phase.counted
+        again = f" ({phase.again})" if phase.again else ""
         lines.append(f"  {phase.name:<{width}}  {phase.outcome:<12} {phase.seconds:7.1f} s{again}  {why}")
     for stage in reversed(STAGES):
         for phase in record.phases:

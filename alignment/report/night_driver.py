@@ -18,9 +18,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -489,8 +490,6 @@ class _Night:
         self, phase: Phase, folder: Path, patience: Callable[[], str]
     ) -> tuple[Ended, dict[str, Ended]]:
         """The command on every node, from a process that is connected to the cluster in place of this one."""
-        from dataclasses import asdict
-
         own = folder / OWN
         plan, target = own / "plan.json", own / "nodes.json"
         env = {**EVERY_CARD, **forwarded(), **self.setting.row.env, "ALIGNMENT_NIGHT": self.identity}
@@ -606,20 +605,18 @@ class _Patience:
     """Why the command that runs has to end now: a signal came, or a node was lost a while ago."""
 
     def __init__(self, watch: Watch | None, interrupted: Sequence[str]) -> None:
-        import time
-
-        self._clock, self._watch, self._interrupted = time.monotonic, watch, interrupted
+        self._watch, self._interrupted = watch, interrupted
         self._since: float | None = None
         self._next = 0.0
 
     def __call__(self) -> str:
         if self._interrupted:
             return f"interrupted by {self._interrupted[0]}"
-        now = self._clock()
+        now = time.monotonic()
         if self._watch is None or now < self._next:
             return ""
         lost = self._watch.lost()
-        self._next = self._clock() + 1.0
+        self._next = time.monotonic() + 1.0
         if not lost:
             return ""
         self._since = now if self._since is None else self._since

@@ -21,8 +21,6 @@ from alignment.report.night_matrix import Phase
 from alignment.report.run_directory import PROVENANCE, read_verdicts
 from alignment.report.terminal import GRAVITY
 
-RUN = "run.json"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -194,7 +192,7 @@ def _something_judged(found: Evidence, where: Path, *, require: bool) -> None:
 
 
 def _training(folder: Path, phase: Phase, *, device: str, place: str) -> Evidence:
-    from alignment.rl.tracking import METRICS, read_series
+    from alignment.rl.tracking import METRICS, RUN, read_series
 
     about = read_json(folder / RUN)
     if not isinstance(about, Mapping) or not about.get("provenance") or not about.get("config"):
@@ -291,7 +289,7 @@ def _document(path: Path, phase: Phase, *, device: str, require: bool, place: st
         raise InputError(f"the command says: {document['error']}", where=path)
     if "verdicts" in document:
         try:
-            found.verdicts = [_steady(verdict_from(v)) for v in document["verdicts"]]
+            found.verdicts = [_steady(Verdict.from_dict(v)) for v in document["verdicts"]]
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"not the verdicts of a command ({error})", where=path) from None
         found.counts["checks"] = len(found.verdicts)
@@ -332,15 +330,6 @@ def _steady(verdict: Verdict) -> Verdict:
         return verdict
     stress, node, device, *_ = [*verdict.check.split("/"), "", ""]
     return replace(verdict, check=f"{stress}/{re.sub('-[0-9a-f]{6}$', '', node)}/{device}")
-
-
-def verdict_from(data: Mapping[str, Any]) -> Verdict:
-    """A verdict as commands print it and phases keep it: what is not finite is spelled as text."""
-    measures = [
-        {**m, **{k: float(m[k]) for k in ("value", "bound") if isinstance(m.get(k), str)}}
-        for m in data.get("measures", ())
-    ]
-    return Verdict.from_dict({**data, "measures": measures})
 
 
 def worst_of_each(verdicts: Iterable[Verdict]) -> list[Verdict]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import Finding, PhaseRecord, gravest
-from alignment.report.night_evidence import Case, Evidence, in_one, verdict_from, worst_of_each
+from alignment.report.night_evidence import Case, Evidence, in_one, worst_of_each
 from alignment.report.night_matrix import ACTIONS, KnownFailure, Row
 
 
@@ -89,14 +89,13 @@ def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
     for record in records:
         carried_out = record.outcome != "error"
         outcome = Outcome.UNAVAILABLE if record.outcome == "unavailable" else Outcome.PASS
-        counts = ", ".join(f"{n} {what}" for what, n in record.counts.items())
         own.append(Verdict(
             check=f"night/{record.name}", layer="e2e", stage=record.name, subject="night", device=row.device,
             outcome=outcome if carried_out else Outcome.ERROR,
-            reason=(counts or record.ended or "carried out") if carried_out else record.cause,
+            reason=(record.counted or record.ended or "carried out") if carried_out else record.cause,
             next_command=None if carried_out else f"alignment nightly run … --row {row.name} --resume",
         ))  # fmt: skip
-    return worst_of_each([*own, *(verdict_from(v) for record in records for v in record.verdicts)])
+    return worst_of_each([*own, *(Verdict.from_dict(v) for record in records for v in record.verdicts)])
 
 
 def is_red(evidence: Evidence) -> bool:

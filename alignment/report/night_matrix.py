@@ -61,6 +61,7 @@ from typing import Any
 
 from alignment.bisect.keys import nearest, only_known
 from alignment.errors import InputError
+from alignment.files import read_text
 
 VERSION = 1
 WHERE = ("head", "every-node", "cluster")
@@ -392,12 +393,7 @@ def _load(path: Path) -> Any:
         return {key: loader.construct_object(value, deep=True) for key, (_, value) in zip(keys, node.value)}
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError("the file does not exist", where=path) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the file cannot be read ({error})", where=path) from None
+    text = read_text(path)
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:

@@ -48,9 +48,9 @@ def _night(record: NightRecord, folder: Path) -> dict[str, Any]:
                 "outcome": phase.outcome,
                 "stage": phase.stage,
                 "cause": phase.cause,
-                "counts": ", ".join(f"{n} {what}" for what, n in phase.counts.items()),
+                "counts": phase.counted,
                 "seconds": phase.seconds,
-                "again": "kept" if phase.kept else f"attempt {phase.attempt}" if phase.attempt > 1 else "",
+                "again": phase.again,
                 "findings": [
                     {"check": f.check, "stage": f.stage, "reason": f.reason, "note": f.known or f.expired}
                     for f in phase.findings

@@ -21,7 +21,7 @@ from alignment.report.night import NIGHT, NightRecord, read_night
 from alignment.report.provenance_view import both_sides
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
 from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_budget
-from alignment.rl.tracking import METRICS, read_series
+from alignment.rl.tracking import METRICS, RUN, read_series
 
 PAGE = "report.html"
 CURVES = (
@@ -245,7 +245,7 @@ def _band(run: Path, baselines: Path) -> dict[str, Any] | None:
     from alignment.baseline.runs import load_curves
 
     fingerprints = {
-        read_json(path)["config"] for path in (*run.glob("run.json"), *run.glob("*/run.json"))
+        read_json(path)["config"] for path in (*run.glob(RUN), *run.glob(f"*/{RUN}"))
         if isinstance(read_json(path), dict) and "config" in read_json(path)
     }  # fmt: skip
     for path in sorted(baselines.glob("*/*/e2e/*.curves.json")):

@@ -61,9 +61,16 @@ def read_verdicts(directory: Path) -> list[Verdict]:
     if not isinstance(data, dict) or found != SCHEMA:
         raise InputError("verdicts of another schema", where=path, expected=f"schema {SCHEMA}", found=found)
     try:
-        return [Verdict.from_dict(_floats(v)) for v in data["verdicts"]]
+        return [_stored(v) for v in data["verdicts"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"not the verdicts of a run ({type(error).__name__}: {error})", where=path) from None
+
+
+def _stored(verdict: dict) -> Verdict:
+    for measure in verdict["measures"]:
+        if not {"value", "bound"} <= measure.keys():
+            raise KeyError("value and bound of a measure")
+    return Verdict.from_dict(verdict)
 
 
 def finite(value):
@@ -75,11 +82,3 @@ def finite(value):
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
     return value
-
-
-def _floats(verdict: dict) -> dict:
-    for measure in verdict["measures"]:
-        for key in ("value", "bound"):
-            if isinstance(measure[key], str):
-                measure[key] = float(measure[key])
-    return verdict

@@ -27,12 +27,11 @@ from alignment.rl.executor import ROLES, Executor, InProcessExecutor, Placement
 from alignment.rl.mock_rollout import RecordedRollouts, hash_checkpoint
 from alignment.rl.observers import ObserverSpec, driver_observers, named_object
 from alignment.rl.tokenizer import Tokenizer
-from alignment.rl.tracking import GROUPS, METRICS, Tracker, read_series
+from alignment.rl.tracking import GROUPS, METRICS, RUN, Tracker, read_series
 from alignment.rl.trainer import DapoTrainer, Progress, resume_fingerprint, total_steps
 from alignment.rl.worker import DTYPES, WorkerSetting
 
 SOURCE_ROOT = Path(alignment.__file__).resolve().parent.parent
-RUN = "run.json"
 CONFIG = "config.json"
 # Two runs are comparable when they compute the same thing; seed and layout are what comparisons vary.
 FREE_IN_COMPARISON = DEVICE_ONLY_FIELDS | {

@@ -12,6 +12,9 @@ from alignment.errors import InputError
 from alignment.files import write_atomically
 
 METRICS, GROUPS, TIMINGS = "metrics.jsonl", "groups.jsonl", "timings.jsonl"
+RUN = "run.json"
+"""What a run is: seed, device, layout, what made it."""
+
 SERIES = (METRICS, GROUPS, TIMINGS)
 
 

@@ -24,7 +24,7 @@ from alignment.files import write_atomically, write_json
 from alignment.numerics.curve_run import CurveStep
 from alignment.rl.batch_record import BATCHES, batch_path, read_batch
 from alignment.rl.config import TrainConfig, flatten
-from alignment.rl.tracking import GROUPS, METRICS, TIMINGS
+from alignment.rl.tracking import GROUPS, METRICS, RUN, TIMINGS
 
 STAGES = {
     "gen": "rollout", "reward": "reward", "old_log_prob": "old_log_prob", "ref": "ref_log_prob", "values": "values",
@@ -186,7 +186,7 @@ def record_verl_run(
         "not_finite": not_finite,
         "checkpoints": {str(step): str(path) for step, path in sorted(output.checkpoints.items())},
     }
-    write_json(run_dir / "run.json", {**identity, "verl": about, "workers": []})
+    write_json(run_dir / RUN, {**identity, "verl": about, "workers": []})
     for name, rows in ((METRICS, lines), (GROUPS, scores), (TIMINGS, timings)):
         text = "".join(json.dumps(row, sort_keys=True, allow_nan=False) + "\n" for row in rows)
         write_atomically(run_dir / name, lambda beside, text=text: beside.write_text(text, encoding="utf-8"))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import read_json
@@ -74,17 +73,8 @@ def read_answer(path: Path, *, command: str) -> list[Verdict]:
         return []
     told = read_json(path)
     try:
-        return [Verdict.from_dict(_with_numbers(verdict)) for verdict in told["verdicts"]]
+        return [Verdict.from_dict(verdict) for verdict in told["verdicts"]]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(
             f"not an answer of {' '.join(command.split()[:2])}", where=path, next_step=f"{command} > {path}"
         ) from None
-
-
-def _with_numbers(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities: they are spelled as words there."""
-    measures = [
-        {key: float(value) if key in ("value", "bound") and value is not None else value for key, value in m.items()}
-        for m in verdict.get("measures", ())
-    ]
-    return {**verdict, "measures": measures}

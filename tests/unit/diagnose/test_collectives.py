@@ -86,7 +86,7 @@ def test_what_goes_past_the_functions_is_counted(recordings):
 
 
 def world(*calls_by_rank: list[Call]) -> list[RankRecord]:
-    return [RankRecord(rank=r, calls=calls, unseen={}, facts={}) for r, calls in enumerate(calls_by_rank)]
+    return [RankRecord(rank=r, calls=calls, unseen={}) for r, calls in enumerate(calls_by_rank)]
 
 
 def summed(inputs, outputs, *, reduce="SUM", dtype=torch.float32) -> list[RankRecord]:
