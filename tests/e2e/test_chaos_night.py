@@ -7,6 +7,7 @@ disks are full, files are damaged, the driver is killed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -26,7 +27,7 @@ from alignment.report.history import History
 from alignment.report.night import EXIT_CODES
 from alignment.report.night_process import _descendants, _runs
 
-pytest.importorskip("ray", reason="Ray is not installed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 FAULTS = str(Path(__file__).with_name("night_faults.py"))
 STEPS = 3
 QUICK = {

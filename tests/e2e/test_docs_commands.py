@@ -9,6 +9,7 @@ installed (``-m "docs and engine"``). CI executes all pages but those of ``HEAVY
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -208,8 +209,11 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
+commands_of = functools.cache(commands)
+
+
 def of_page(page: Path, needs: str | None) -> list[Command]:
-    return [command for command in commands(page) if command.needs == needs]
+    return [command for command in commands_of(page) if command.needs == needs]
 
 
 def pages_with(needs: str | None) -> list:

@@ -19,17 +19,17 @@ SIZE = 64
 EPS = float(np.finfo(np.float32).eps)
 
 
-def both_paths(t):
-    """(statistics, sketch) by the fast and by the plain path."""
+def both_paths(t, size=SIZE):
+    """(statistics, sketch) by the fast and by the plain path; a zero where no sketch is taken."""
     answers = []
     for fast in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not fast:
                 patch.setattr("alignment.capture.reduction.kernel", lambda: None)
-            reducer = Reducer(sketch_size=SIZE)
+            reducer = Reducer(sketch_size=size)
             reducer.add(t)
             _, statistics, sketches = reducer.results()
-            answers.append((statistics()[0], sketches()[0]))
+            answers.append((statistics()[0], sketches()[0] if size else np.zeros(1)))
     return answers
 
 
@@ -147,15 +147,7 @@ def test_any_layout_is_reduced_as_its_elements_in_order(kind, dtype, size):
         # to() keeps strides where it can; what it cannot keep is covered in float32
         t = t.to(dtype) if kind not in ("expanded", "zero stride inside") else t[..., :1].to(dtype).expand(t.shape)
         flat = t.float().clone(memory_format=torch.contiguous_format).numpy().reshape(-1)
-    answers = []
-    for fast in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            if not fast:
-                patch.setattr("alignment.capture.reduction.kernel", lambda: None)
-            reducer = Reducer(sketch_size=size)
-            reducer.add(t)
-            _, statistics, sketches = reducer.results()
-            answers.append((statistics()[0], sketches()[0] if size else np.zeros(1)))
+    answers = both_paths(t, size)
     exact = flat.astype(np.float64)
     n = exact.size
     for s, _ in answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import shutil
 from pathlib import Path
@@ -23,6 +24,15 @@ def script(name: str):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@functools.cache
+def nightly():
+    """The renderer, and the matrix and the site of this repository: read once for all tests."""
+    from alignment.report.night_matrix import read_matrix
+
+    render = script("render")
+    return render, read_matrix(CI / "nightly.yaml"), render.read_site(CI / "site.yaml")
 
 
 def documents(path: Path) -> list[dict]:

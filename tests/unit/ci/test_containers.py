@@ -7,13 +7,13 @@ import shutil
 import subprocess
 
 import pytest
-from ci_folder import CI, script
+from ci_folder import CI, nightly, script
 
 from alignment.bisect.stack import load_stack
-from alignment.report.night_matrix import read_matrix
 
-render, check_stack = script("render"), script("check_stack")
-TARGETS = render.targets(read_matrix(CI / "nightly.yaml"), render.read_site(CI / "site.yaml"))
+check_stack = script("check_stack")
+render, MATRIX, SITE = nightly()
+TARGETS = render.targets(MATRIX, SITE)
 RECIPES = sorted((CI / "containers").glob("*.Containerfile"))
 SCRIPTS = sorted((CI / "rendered").rglob("*.sh"))
 

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 import yaml
-from ci_folder import CI, ROOT, linter
+from ci_folder import CI, ROOT, linter, nightly
 
-from alignment.report.night_matrix import read_matrix
-
-MATRIX = read_matrix(CI / "nightly.yaml")
+_, MATRIX, _ = nightly()
 GITHUB = ROOT / ".github" / "workflows" / "nightly.yml"
 GITCODE = ROOT / ".gitcode" / "workflows" / "nightly.yml"
 GITLAB = CI / "gitlab-ci.yml"

@@ -9,14 +9,14 @@ import sys
 import pytest
 import yaml
 from _pytest.mark.expression import Expression
-from ci_folder import CI, ROOT, changed, documents, script
+from ci_folder import CI, ROOT, changed, documents, nightly
 
 from alignment.errors import InputError
 from alignment.pytest_plugin import BY_NAME_ONLY
 from alignment.report.night_matrix import read_matrix
 
-render = script("render")
-MATRIX, SITE = read_matrix(CI / "nightly.yaml"), render.read_site(CI / "site.yaml")
+render, MATRIX, SITE = nightly()
+TARGETS = render.targets(MATRIX, SITE)
 
 
 def rendered(folder, **changes):
@@ -121,7 +121,7 @@ def test_versions_come_from_the_stack_file(tmp_path):
     assert target.base == "quay.io/ascend/cann:8.3.rc1-910b-ubuntu22.04-py3.11"
 
 
-@pytest.mark.parametrize("target", render.targets(MATRIX, SITE), ids=lambda t: t.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_an_image_holds_every_release_of_its_stack_and_nothing_twice(target):
     names = [re.sub(r"[-_.]+", "-", line.split("==")[0].lower()) for line in target.requirements]
     assert len(set(names)) == len(names)
@@ -151,7 +151,7 @@ def _pods(node, where):
             yield from _pods(value, where)
 
 
-ATLAS = [t for t in render.targets(MATRIX, SITE) if t.chip.ascend]
+ATLAS = [t for t in TARGETS if t.chip.ascend]
 
 
 @pytest.mark.parametrize("target", ATLAS, ids=lambda t: t.name)
@@ -213,7 +213,7 @@ def test_the_cron_job_of_a_row_creates_the_job_that_is_rendered_beside_it():
         assert cron["spec"]["schedule"] == target.row.schedule and cron["spec"]["timeZone"] == "Etc/UTC"
 
 
-@pytest.mark.parametrize("target", render.targets(MATRIX, SITE), ids=lambda t: t.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
 def test_every_command_of_a_night_is_one_that_exists(target, pytestconfig):
     sys.path.insert(0, str(ROOT / "tests" / "unit"))
     from test_docs_commands_parse import fault_of

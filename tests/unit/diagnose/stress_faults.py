@@ -16,6 +16,16 @@ RATE = 1e-6
 
 
 @contextlib.contextmanager
+def _observing(observe):
+    """``observe`` in place of the product's."""
+    honest, stress.observe = stress.observe, observe
+    try:
+        yield
+    finally:
+        stress.observe = honest
+
+
+@contextlib.contextmanager
 def flipping(rank: int, rate: float = RATE, seed: int = 0):
     """On the card of ``rank`` each output element has one random bit flipped with probability ``rate``."""
     honest = stress.observe
@@ -33,11 +43,8 @@ def flipping(rank: int, rate: float = RATE, seed: int = 0):
             bits[byte] ^= 1 << int(draws.integers(8))
         return output
 
-    stress.observe = observe
-    try:
+    with _observing(observe):
         yield
-    finally:
-        stress.observe = honest
 
 
 def second_card():
@@ -57,26 +64,19 @@ def unsteady(every: int):
             output.view(torch.uint8).reshape(-1)[0] ^= 1
         return output
 
-    stress.observe = observe
-    try:
+    with _observing(observe):
         yield
-    finally:
-        stress.observe = honest
 
 
 @contextlib.contextmanager
 def dying():
     """The worker's process ends before it answers."""
-    honest = stress.observe
 
     def observe(card, operation, inputs):
         os._exit(9)
 
-    stress.observe = observe
-    try:
+    with _observing(observe):
         yield
-    finally:
-        stress.observe = honest
 
 
 @contextlib.contextmanager
@@ -89,11 +89,8 @@ def hanging():
             time.sleep(1)
         return honest(card, operation, inputs)
 
-    stress.observe = observe
-    try:
+    with _observing(observe):
         yield
-    finally:
-        stress.observe = honest
 
 
 def lone_card():

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from alignment.diagnose import noise as model_of_noise
 from alignment.diagnose.capture_comparison import load_noise
@@ -69,12 +68,20 @@ def findings(noise: NoiseModel, edges: list[Edge]) -> Localisation:
     return localise(Edges(edges), noise)
 
 
+@pytest.fixture(scope="module")
+def stats():
+    """SciPy's distributions, which take a second to import: too long for collecting the tests."""
+    from scipy import stats
+
+    return stats
+
+
 # --- quantiles ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("freedom", (3, 5, 8, 12, 20, 60))
 @pytest.mark.parametrize("level", (1e-3, 1e-5, 1e-7))
-def test_the_quantile_of_student_is_never_below_the_true_one(freedom, level):
+def test_the_quantile_of_student_is_never_below_the_true_one(stats, freedom, level):
     true = stats.t.isf(level, freedom)
     # the last digit of either
     assert student(level, freedom) >= true * (1 - 1e-3)
@@ -86,7 +93,7 @@ def test_the_quantile_of_student_is_never_below_the_true_one(freedom, level):
 @pytest.mark.parametrize("mean", (1e-4, 0.3, 3.0, 60.0))
 @pytest.mark.parametrize("shape", (math.inf, 2.0, 30.0))
 @pytest.mark.parametrize("level", (1e-3, 1e-6))
-def test_a_larger_count_is_less_probable_than_the_level(mean, shape, level):
+def test_a_larger_count_is_less_probable_than_the_level(stats, mean, shape, level):
     law = stats.poisson(mean) if shape == math.inf else stats.nbinom(shape, shape / (shape + mean))
     most = model_of_noise._most(shape, mean, level)
     assert law.sf(most) < level, "one count more has to be less probable"
@@ -112,7 +119,7 @@ def test_the_levels_of_all_tests_add_up_to_the_stated_rate_and_no_more():
     assert spent["sizes"] * 3 + spent["choices"] + spent["loss"] == pytest.approx(FALSE_ALARM)
 
 
-def test_equal_computations_alarm_as_often_as_stated_and_not_more(monkeypatch):
+def test_equal_computations_alarm_as_often_as_stated_and_not_more(stats, monkeypatch):
     """At a rate that can be seen: one comparison in five."""
     monkeypatch.setattr(model_of_noise, "FALSE_ALARM", 0.2)
     noise = calibrated(pairs=60)
@@ -235,7 +242,7 @@ def routing(pairs: int = 20) -> NoiseModel:
     return noise
 
 
-def test_moved_choices_scatter_more_than_independent_ones():
+def test_moved_choices_scatter_more_than_independent_ones(stats):
     noise = routing()
     moved = [n for n, _ in noise.moves[GATE]]
     assert np.var(moved) > 2 * np.mean(moved)
@@ -258,7 +265,7 @@ def test_rows_that_an_index_moved_name_the_index():
     assert "layers.0" not in named
 
 
-def test_without_calibration_choices_have_the_dispersion_of_near_ties():
+def test_without_calibration_choices_have_the_dispersion_of_near_ties(stats):
     noise = NoiseModel()
     most = noise.moves_expected(GATE, 1.0, FALSE_ALARM)
     assert most > DISPERSION * stats.poisson.isf(FALSE_ALARM, 4.0 / DISPERSION)
