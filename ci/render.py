@@ -22,8 +22,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from alignment.bisect.keys import nearest, only_known
 from alignment.bisect.stack import Stack, load_stack, read_mapping
 from alignment.errors import InputError
@@ -286,6 +284,8 @@ def targets(matrix: Matrix, site: Site) -> list[Target]:
 
 def render(matrix: Matrix, site: Site) -> dict[str, str]:
     """Path from the root of the repository → text, of every rendered file."""
+    import jinja2  # only who renders needs it
+
     rows = targets(matrix, site)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(CI / "templates"), undefined=jinja2.StrictUndefined, trim_blocks=True,
