@@ -64,25 +64,22 @@ def write_dist_checkpoint(
     """A Hugging Face checkpoint as megatron-core's distributed one, for actor.megatron.use_dist_checkpointing."""
     import torch
 
-    from alignment.backends import megatron_dist_checkpoint
-    from alignment.backends.megatron_training import MegatronTrainingEngine
     from alignment.devices.base import get_device
-    from alignment.rl.mock_rollout import hash_checkpoint
+    from alignment.report.progress import waiting
+    from alignment.rl.megatron_policy import write_dist_checkpoint as write
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise InputError(
             "megatron-core has no such dtype here", where="--dtype", expected=", ".join(dtypes), found=dtype
         )
-    engine = MegatronTrainingEngine.from_checkpoint(
-        source, optimizer=None, outputs=lambda logits, following: {}, dtype=dtypes[dtype], device=get_device(device)
-    )
-    megatron_dist_checkpoint.write(engine, target, source=hash_checkpoint(source))
+    with waiting(console_on(True), f"writing {target}", quiet=as_json):
+        version = write(source, target, dtype=dtypes[dtype], device=get_device(device))
     if as_json:
-        document = {"target": str(target), "source": str(source), "dtype": dtype, "megatron_core": engine.version}
+        document = {"target": str(target), "source": str(source), "dtype": dtype, "megatron_core": version}
         print(json.dumps(document))
     else:
-        print(f"{target}: written by megatron-core {engine.version} from {source}")
+        print(f"{target}: written by megatron-core {version} from {source}")
 
 
 @checkpoint_app.command("cut")

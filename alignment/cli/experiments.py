@@ -20,13 +20,21 @@ from alignment.cli.options import (
     console_on,
     find_device,
     one_thread,
+    say,
 )
 from alignment.errors import InputError
 from alignment.numerics.verdict import ALIGNED, Outcome
 
 
 def ablate(
-    factor: Annotated[list[str], typer.Option(metavar="NAME:KEY=VALUE,...", help="A change to judge (repeatable).")],
+    factor: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME:KEY=VALUE,...|NAME",
+            help="A change to judge (repeatable), or one known by name: mbridge, dist_ckpt, cp, deterministic, "
+            "nondeterministic.",
+        ),
+    ],
     overrides: Overrides = None,
     config: ConfigOption = "dapo-tiny",
     full: Annotated[bool, typer.Option(help="Every combination of the factors, with interactions.")] = False,
@@ -39,64 +47,94 @@ def ablate(
 ) -> None:
     """The effect of each change on the curve with an interval, one at a time or every combination, on shared prompts.
 
-    A change is anything that a configuration says (mbridge or dist_ckpt, a parallel size, determinism), and
-    faults=[ID] switches a fault of the catalogue on: what a fix is worth is the effect of what it mends. Several ranks
-    run on Ray.
+    A change is anything that a configuration says, and faults=[ID] switches a fault of the catalogue on: what a fix is
+    worth is the effect of what it mends. dist_ckpt writes the distributed checkpoint that it loads, if none is named.
+    Several ranks run on Ray.
     """
     from rich.markup import escape
     from rich.table import Table
 
     from alignment.baseline.runs import torch_name
-    from alignment.diagnose.ablation import curve_level, effects, parse_factor, run_designs
+    from alignment.diagnose.ablation import (
+        check_settings,
+        curve_level,
+        designs,
+        effects,
+        first_other_prompts,
+        parse_factor,
+        run_designs,
+    )
     from alignment.faults.injection import active, faults_and_overrides
     from alignment.report.progress import training_progress
     from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
-    from alignment.rl.run import run_dapo
+    from alignment.rl.run import located, run_dapo
 
     factors = [parse_factor(text) for text in factor]
     common = [*(overrides or ()), "trainer.save_freq=0", "trainer.resume_mode=disable"]
-    for one in factors:
-        # What cannot work is refused before the first run.
-        faults, changes = faults_and_overrides([*common, *one.overrides], None)
-        load_config(config, changes)
+    by_name = {one.name: one for one in factors}
+    asked = designs(factors, full=full)
+    # What cannot work is refused before the first run.
+    planned = {}
+    for setting in asked:
+        changes = [o for name in sorted(setting) for o in by_name[name].overrides]
+        faults, left = faults_and_overrides([*common, *changes], None)
+        planned[setting] = faults, located(load_config(config, left))
         with active(faults):
             pass
+    check_settings(planned)
     chosen = find_device(device, emulate_npu)
     directory, console = run_dir or new_run_directory(RUNS), console_on(as_json)
+    # Libraries of a device read some switches once: settings with and without determinism take processes of their own.
+    apart = chosen.kind != "cpu" and len({settings.trainer.deterministic for _, settings in planned.values()}) > 1
+
+    def folder(setting: frozenset[str], seed: int) -> Path:
+        return directory / ("+".join(sorted(setting)) or "base") / f"seed-{seed}"
 
     def level(setting: frozenset[str], changes: tuple[str, ...], seed: int) -> float:
         faults, left = faults_and_overrides([*common, *changes, f"trainer.seed={seed}"], None)
-        settings = load_config(config, left)
-        where = directory / ("+".join(sorted(setting)) or "base") / f"seed-{seed}"
+        settings = load_config(config, [*left, *_with_dist_checkpoint(planned[setting][1], directory, chosen)])
+        name = f"{'+'.join(sorted(setting)) or 'base'}, seed {seed}"
         with active(faults):
             run = run_dapo(
                 settings,
-                run_dir=where,
+                run_dir=folder(setting, seed),
                 device=torch_name(chosen),
-                progress=progress,
-                executor=_executor(settings),
+                progress=_OneOfMany(progress, name),
+                executor=_executor(settings, apart=apart),
             )
+        progress.advance(f"{name}: done")
         if any(metric not in row for row in run.metrics):
             raise InputError("the run has no such metric", where="--metric", found=metric)
         return curve_level([row[metric] for row in run.metrics])
 
     numbers = list(range(1, seeds + 1))
-    with one_thread(), training_progress(console, quiet=as_json) as progress:
+    with one_thread(), training_progress(console_on(True), quiet=as_json) as progress:
+        progress.begin("runs", len(asked) * len(numbers))
         levels = run_designs(factors, numbers, full=full, level=level)
     found = effects(factors, numbers, levels, full=full)
+    others = {
+        name: step
+        for name in by_name
+        for step in [first_other_prompts(folder(frozenset(), numbers[0]), folder(frozenset({name}), numbers[0]))]
+        if step is not None
+    }
     if as_json:
         rows = [{"factors": sorted(s), "seed": seed, "level": value} for (s, seed), value in levels.items()]
         told = [effect.to_dict() for effect in found]
-        print(json.dumps(finite({"run": str(directory), "metric": metric, "effects": told, "levels": rows})))
+        document = {"run": str(directory), "metric": metric, "effects": told, "levels": rows, "other_prompts": others}
+        print(json.dumps(finite(document)))
         raise typer.Exit(ALIGNED)
     table = Table(
         "factor", f"effect on {metric}", "95 % interval", "decided", box=None, pad_edge=False, header_style="bold"
     )
     for effect in found:
-        interval = f"{effect.low:+.4f} … {effect.high:+.4f}" if effect.seeds > 1 else "one seed"
-        table.add_row(escape(effect.name), f"{effect.value:+.4f}", interval, "yes" if effect.decided else "no")
+        # Significant digits: what another order of sums makes is an effect too, and none of it survives four decimals.
+        interval = f"{effect.low:+.4g} … {effect.high:+.4g}" if effect.seeds > 1 else "one seed"
+        table.add_row(escape(effect.name), f"{effect.value:+.4g}", interval, "yes" if effect.decided else "no")
     console.print(table)
+    for name, step in others.items():
+        say(console, f"{name}: other prompts than the base from step {step} on; what they do is in its effect")
     console.print(f"{len(levels)} runs; everything of them: {directory}", markup=False, highlight=False)
     raise typer.Exit(ALIGNED)
 
@@ -176,9 +214,38 @@ def replay(
     raise typer.Exit(found.exit_code)
 
 
-def _executor(settings):
-    """Several ranks need Ray, and the faults of this process in every worker."""
-    if settings.dp_size == 1:
+class _OneOfMany:
+    """Progress of one run among many, by its name."""
+
+    def __init__(self, progress, name: str) -> None:
+        self._progress, self._name = progress, name
+
+    def on_stage(self, step: int, total_steps: int, stage: str) -> None:
+        self._progress.on_stage(step, total_steps, f"{self._name}: step {step} of {total_steps}, {stage}")
+
+    def on_step(self, step: int, total_steps: int, metrics, timings) -> None:
+        """The stages have said it."""
+
+
+def _with_dist_checkpoint(settings, directory: Path, device) -> list[str]:
+    """The override that names a distributed checkpoint where a setting loads one and names none; written once."""
+    megatron = settings.actor_rollout_ref.actor.megatron
+    if not megatron.use_dist_checkpointing or megatron.dist_checkpointing_path:
+        return []
+    from alignment.diagnose.ablation import MEGATRON
+    from alignment.rl.megatron_policy import write_dist_checkpoint
+    from alignment.rl.worker import DTYPES
+
+    model = settings.actor_rollout_ref.model
+    folder = directory / f"dist_checkpoint-{model.dtype}"
+    if not folder.is_dir():
+        write_dist_checkpoint(Path(model.path), folder, dtype=DTYPES[model.dtype], device=device)
+    return [f"{MEGATRON}dist_checkpointing_path={folder.resolve()}"]
+
+
+def _executor(settings, *, apart: bool = False):
+    """Several ranks, or runs ``apart`` from each other, need Ray, and the faults of this process in every worker."""
+    if settings.dp_size == 1 and not apart:
         return "inprocess"
     from alignment.faults.injection import WORKER_SETUP
     from alignment.rl.ray_executor import RayExecutor

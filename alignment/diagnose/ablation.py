@@ -4,21 +4,40 @@ A factor is a set of overrides. Its effect is the difference of the curve's leve
 steps) between runs that share prompts and seed, so what the draw of a seed does to both cancels; the interval is
 Student's over the seeds. In the full factorial the main effect of a factor is its mean effect over all settings of the
 others, and the interaction of two is how much the effect of one depends on the other (Box, Hunter and Hunter,
-*Statistics for Experimenters*, chapter 5).
+*Statistics for Experimenters*, chapter 5). What cannot be answered is refused before the first run: a factor that
+changes nothing, or only what the engine of the run does not read, would otherwise have an effect of exactly none.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from alignment.errors import InputError
+
+if TYPE_CHECKING:
+    from alignment.rl.config import TrainConfig
 
 CONFIDENCE = 0.95
 TAIL = 4
 """The level of a curve is the mean over its last ``1/TAIL``."""
+
+MEGATRON = "actor_rollout_ref.actor.megatron."
+NAMED: Mapping[str, tuple[str, ...]] = {
+    "mbridge": (f"{MEGATRON}use_dist_checkpointing=false",),
+    "dist_ckpt": (f"{MEGATRON}use_dist_checkpointing=true",),
+    "cp": (f"{MEGATRON}context_parallel_size=2",),
+    "deterministic": ("trainer.deterministic=true",),
+    "nondeterministic": ("trainer.deterministic=false",),
+}
+"""Factors known by name: the way the first weights take into megatron-core, context parallelism, determinism."""
+_READ_BY = {MEGATRON: "megatron", "actor_rollout_ref.actor.fsdp_config.": "fsdp"}
+"""Settings that one engine reads and the others ignore."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +70,18 @@ class Effect:
 
 
 def parse_factor(text: str) -> Factor:
-    """``name:key=value[,key=value…]``.
+    """``name:key=value[,key=value…]``, or a name of :data:`NAMED`.
 
     Raises:
         InputError: no name, or nothing that is an override.
     """
+    if text.strip() in NAMED:
+        return Factor(name=text.strip(), overrides=NAMED[text.strip()])
     name, separator, changes = text.partition(":")
     overrides = tuple(part.strip() for part in changes.split(",") if part.strip())
     if not separator or not name.strip() or not overrides or not all("=" in part for part in overrides):
-        raise InputError("a factor is a name and overrides", where="--factor", expected="name:key=value", found=text)
+        expected = f"name:key=value, or one of {', '.join(NAMED)}"
+        raise InputError("a factor is a name and overrides", where="--factor", expected=expected, found=text)
     return Factor(name=name.strip(), overrides=overrides)
 
 
@@ -76,10 +98,89 @@ def designs(factors: Sequence[Factor], *, full: bool) -> list[frozenset[str]]:
         return [frozenset(), *(frozenset({name}) for name in names)]
     if len(names) > 6:
         raise InputError("too many factors to cross", where="--full", expected="at most 6", found=len(names))
+    for one, other in itertools.combinations(factors, 2):
+        both = {o.partition("=")[0].strip() for o in one.overrides} & {
+            o.partition("=")[0].strip() for o in other.overrides
+        }
+        if both - {"faults"}:
+            raise InputError(
+                "two factors that set one field cannot be crossed",
+                where="--full",
+                expected=f"factors of which one sets {min(both)}",
+                found=f"{one.name}, {other.name}",
+                next_step="run them one at a time, without --full",
+            )
     return [
         frozenset(name for name, on in zip(names, setting) if on)
         for setting in sorted(itertools.product((False, True), repeat=len(names)), key=sum)
     ]
+
+
+def check_settings(configs: Mapping[frozenset[str], tuple[Sequence[str], TrainConfig]]) -> None:
+    """Refuses, before anything runs, settings whose effect would be none for another reason than that there is none.
+
+    Args:
+        configs: the faults that are on and the configuration of every setting, that of the base (no factor) among them.
+
+    Raises:
+        InputError: a factor that changes nothing, or what its engine does not read; parallel sizes that do not fit the
+            ranks or the model; a distributed checkpoint that holds other weights.
+        UnavailableError: a setting takes megatron-core, which is not installed.
+    """
+    from alignment.rl.config import flatten
+
+    base_faults, base = configs[frozenset()]
+    before = flatten(base.to_dict())
+    for setting, (faults, config) in configs.items():
+        now = flatten(config.to_dict())
+        changed = sorted(key for key in now if now[key] != before.get(key))
+        if len(setting) == 1:
+            where = f"--factor {next(iter(setting))}"
+            if not changed and list(faults) == list(base_faults):
+                raise InputError("the factor changes nothing: the base has these values", where=where)
+            for key in changed:
+                engine = next((e for prefix, e in _READ_BY.items() if key.startswith(prefix)), config.engine.train)
+                if engine != config.engine.train:
+                    raise InputError(
+                        f"the factor changes {key}, which is not read by this engine",
+                        where=where,
+                        expected=f"engine.train={engine}",
+                        found=f"engine.train={config.engine.train}",
+                    )
+        if config.engine.train == "megatron":
+            _check_megatron(config)
+    if any(config.engine.train == "megatron" for _, config in configs.values()):
+        from alignment.backends.megatron_model import installed_version
+
+        installed_version()
+
+
+def _check_megatron(config: TrainConfig) -> None:
+    from alignment.backends.megatron_dist_checkpoint import check, check_source
+    from alignment.rl.megatron_policy import megatron_settings
+    from alignment.rl.mock_rollout import hash_checkpoint
+    from alignment.weights.checkpoint import load_config
+
+    policy = config.actor_rollout_ref
+    model, megatron = load_config(policy.model.path), policy.actor.megatron
+    sizes = megatron_settings(megatron, seed=config.trainer.seed).sizes
+    sizes.check(model, world_size=config.dp_size)
+    if megatron.use_dist_checkpointing and megatron.dist_checkpointing_path:
+        folder = Path(megatron.dist_checkpointing_path)
+        check(folder, model.to_hf())
+        check_source(folder, hash_checkpoint(Path(policy.model.path)))
+
+
+def first_other_prompts(base: Path, run: Path) -> int | None:
+    """The first step in which a run trained on other prompts than the base's of the same seed; None: in no step."""
+    from alignment.rl.tracking import GROUPS
+
+    ids = [
+        [json.loads(line)["prompt_ids"] for line in (folder / GROUPS).read_text().splitlines()]
+        for folder in (base, run)
+    ]
+    steps = itertools.zip_longest(*ids)
+    return next((step for step, (one, other) in enumerate(steps, start=1) if one != other), None)
 
 
 def run_designs(

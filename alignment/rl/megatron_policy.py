@@ -111,6 +111,29 @@ def _dist_checkpoint(config: RunConfig, checkpoint: Path) -> Path | None:
     return folder
 
 
+def write_dist_checkpoint(checkpoint: Path, directory: Path, *, dtype: torch.dtype, device: Device) -> str:
+    """The Hugging Face checkpoint as megatron-core's distributed one, by one rank; gives megatron-core's version.
+
+    Raises:
+        UnavailableError: megatron-core is not installed, or does not write them with this torch.
+        InputError: the directory is not empty.
+    """
+    from alignment.backends.megatron_groups import leave_groups
+
+    there = torch.distributed.is_initialized()
+    engine = MegatronTrainingEngine.from_checkpoint(
+        checkpoint, optimizer=None, outputs=lambda logits, following: {}, dtype=dtype, device=device
+    )
+    try:
+        megatron_dist_checkpoint.write(engine, directory, source=hash_checkpoint(checkpoint))
+    finally:
+        leave_groups()
+        if not there:
+            # Later engines of this process would take the group of one for theirs.
+            torch.distributed.destroy_process_group()
+    return engine.version
+
+
 def token_outputs(logits: Tensor, following: Tensor, *, temperature: float) -> Outputs:
     """``log_probs`` and ``entropy`` [b, s] of the tokens ``following`` [b, s] under ``logits`` [b, s, v]."""
     log_probs, entropy = log_probs_and_entropy(logits, following, temperature=temperature)
