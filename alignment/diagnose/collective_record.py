@@ -43,10 +43,12 @@ class Call:
         ranks: the group, as ranks of the world, in the order of the group.
         group: what the group calls itself.
         rank: of the world.
-        root: source or destination of what has one, and the peer of send and recv, as rank of the world.
+        root: source or destination of what has one, and the peer of send and recv, as rank of the world. Of a recv from
+            any rank the one that it turned out to be; None where that was never told.
         reduce: SUM, AVG, MAX, …; "" where nothing is reduced.
         inputs, outputs: host copies; the parts of a gather in the order of the group. Empty where this rank gives or
             gets nothing.
+        tag: of send and recv; messages of one pair meet within a tag.
         finished: False where nobody waited for an asynchronous call: nothing came out yet that could be judged.
     """
 
@@ -58,11 +60,13 @@ class Call:
     reduce: str = ""
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
+    tag: int = 0
     finished: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the tensors, and how many there are."""
-        plain = {name: getattr(self, name) for name in ("op", "ranks", "group", "rank", "root", "reduce", "finished")}
+        names = ("op", "ranks", "group", "rank", "root", "reduce", "tag", "finished")
+        plain = {name: getattr(self, name) for name in names}
         return {**plain, "inputs": len(self.inputs), "outputs": len(self.outputs)}
 
 
@@ -157,7 +161,7 @@ class CollectiveRecorder:
             elif waits and work is not None:
                 return Waiting(work, [finish])
             else:
-                finish()
+                finish(work)
             return work
 
         return recorded
@@ -169,7 +173,7 @@ class CollectiveRecorder:
                 return function(p2p_op_list)
             finishes = []
             for one in p2p_op_list:
-                arguments = {"tensor": one.tensor, "dst": one.peer, "src": one.peer}
+                arguments = {"tensor": one.tensor, "dst": one.peer, "src": one.peer, "tag": one.tag}
                 read = _READERS[one.op.__name__]
                 finishes.append(self._open(read(arguments), _group(one.group)))
             with self._within():
@@ -220,7 +224,15 @@ class CollectiveRecorder:
         opened = []
         for one in read.calls:
             root = ranks[one.root] if one.root is not None and one.root_of_group else one.root
-            call = Call(op=one.op, ranks=ranks, group=_name(group), rank=dist.get_rank(), root=root, reduce=one.reduce)
+            call = Call(
+                op=one.op,
+                ranks=ranks,
+                group=_name(group),
+                rank=dist.get_rank(),
+                root=root,
+                reduce=one.reduce,
+                tag=one.tag,
+            )
             if one.op not in ("broadcast", "scatter") or root == call.rank:
                 call.inputs = [_copy(part) for part in one.give(len(ranks))]
             self.calls.append(call)
@@ -250,10 +262,13 @@ class _Opened:
         for call, _ in self._calls:
             call.finished = self._done
 
-    def __call__(self) -> None:
+    def __call__(self, answer: Any = None) -> None:
+        """``answer`` is what the function gave, or the work that was waited for: either knows who sent."""
         if not self._done:
             self._done = True
             for call, one in self._calls:
+                if call.op == "recv" and call.root is None:
+                    call.root = _sender(answer, call.ranks)
                 if one.op not in ("reduce", "gather") or call.root == call.rank:
                     call.outputs = [_copy(part) for part in one.take(self._size)]
                 call.finished = True
@@ -288,7 +303,7 @@ class Waiting:
 
     def _finish(self) -> None:
         for finish in self._finishes:
-            finish()
+            finish(self._work)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -323,6 +338,7 @@ class _One:
     root: int | None = None
     root_of_group: bool = False
     reduce: str = ""
+    tag: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -424,13 +440,15 @@ def _broadcast(a: Mapping[str, Any]) -> _Read:
 
 def _send(a: Mapping[str, Any], *, deferred: bool = False) -> _Read:
     root, of_group = _root(a, "dst")
-    one = _One(op="send", give=lambda n: [a["tensor"]], take=_nothing, root=root, root_of_group=of_group)
+    tag = a.get("tag", 0)
+    one = _One(op="send", give=lambda n: [a["tensor"]], take=_nothing, root=root, root_of_group=of_group, tag=tag)
     return _Read(calls=[one], deferred=deferred)
 
 
 def _recv(a: Mapping[str, Any], *, deferred: bool = False) -> _Read:
     root, of_group = _root(a, "src")
-    one = _One(op="recv", give=_nothing, take=lambda n: [a["tensor"]], root=root, root_of_group=of_group)
+    tag = a.get("tag", 0)
+    one = _One(op="recv", give=_nothing, take=lambda n: [a["tensor"]], root=root, root_of_group=of_group, tag=tag)
     return _Read(calls=[one], deferred=deferred)
 
 
@@ -462,6 +480,18 @@ def _root(a: Mapping[str, Any], name: str) -> tuple[int | None, bool]:
     """The source or destination, and whether it counts in the group and not in the world."""
     inside = a.get(f"group_{name}")
     return (int(inside), True) if inside is not None else (a.get(name), False)
+
+
+def _sender(answer: Any, ranks: Sequence[int]) -> int | None:
+    """Who sent what a recv from any rank got, as rank of the world: recv says so itself, works by the group's count."""
+    if isinstance(answer, int):
+        return answer if answer in ranks else None
+    try:
+        source = answer._source_rank()
+    except (AttributeError, RuntimeError):
+        # Not every back end keeps it.
+        return None
+    return ranks[source] if 0 <= source < len(ranks) else None
 
 
 def _reduction(op: Any) -> str:

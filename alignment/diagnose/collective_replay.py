@@ -123,12 +123,20 @@ def replay(records: Sequence[RankRecord]) -> Replay:
     for record in records:
         for op, count in record.unseen.items():
             unjudged[f"{op}: called past torch.distributed's functions"] += count
+    nobody = [call for record in records for call in record.calls if call.op == "recv" and call.root is None]
+    unknown = {(call.ranks, call.group, call.rank, call.tag) for call in nobody}
+    if nobody:
+        unjudged["recv from any rank: who sent was never told"] += len(nobody)
     meetings = sorted(_meetings(records), key=lambda meeting: meeting.when)
     everything = _inputs_of_all(meetings)
     groups = list(dict.fromkeys(tuple(sorted(call.ranks)) for record in records for call in record.calls))
     elements, used = 0, 0.0
     for meeting in meetings:
         call = next(iter(meeting.calls.values()))
+        if call.op in ("send", "recv") and (call.ranks, call.group, meeting.ranks[1], call.tag) in unknown:
+            # Any of these may be what a recv of no known source got, and each later one is then another's.
+            unjudged["send and recv: to a rank that received from one that is not known"] += 1
+            continue
         bad = _attendance(meeting)
         if bad is None:
             expected = _expected(meeting)
@@ -158,13 +166,18 @@ def _pair_name(op: str) -> str:
 
 
 def _meetings(records: Sequence[RankRecord]) -> Iterator[_Meeting]:
-    """The k-th call of a group on one rank meets the k-th of the others; the k-th send of a pair meets its recv."""
+    """The k-th call of a group on one rank meets the k-th of the others; the k-th send of a pair meets its recv.
+
+    A recv whose source is not known meets nobody.
+    """
     groups: dict[tuple, dict[int, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         for when, call in enumerate(record.calls):
+            if call.op == "recv" and call.root is None:
+                continue
             if call.op in ("send", "recv"):
                 pair = (call.rank, call.root) if call.op == "send" else (call.root, call.rank)
-                groups["pair", call.ranks, call.group, pair][record.rank].append((when, call))
+                groups["pair", call.ranks, call.group, pair, call.tag][record.rank].append((when, call))
             else:
                 groups["group", call.ranks, call.group][record.rank].append((when, call))
     for key, by_rank in groups.items():
@@ -482,6 +495,9 @@ def _explain_move(meeting: _Meeting, bad: WrongCollective, everything: Mapping) 
     here = _givers(meeting.calls, output)
     if here:
         return f"it holds what rank {here[0]} gave"
+    if call.op == "recv":
+        there = _givers(everything["send", meeting.index], output)
+        return f"it holds what rank {there[0]} sent" if there else ""
     there = _givers(everything[call.op, meeting.index], output)
     return f"it holds what rank {there[0]} gave: another group" if there else ""
 

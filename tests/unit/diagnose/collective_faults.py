@@ -145,6 +145,25 @@ def swapped_order():
 
 
 @contextlib.contextmanager
+def stale_message():
+    """A rank that receives from anyone gets the first message again in place of the second."""
+    kept: list[torch.Tensor] = []
+
+    def wrong(recv):
+        def call(tensor, src=None, group=None, tag=0, group_src=None):
+            source = recv(tensor, src=src, group=group, tag=tag, group_src=group_src)
+            kept.append(tensor.clone())
+            if len(kept) == 2:
+                tensor.copy_(kept[0])
+            return source
+
+        return call
+
+    with replaced("recv", wrong):
+        yield
+
+
+@contextlib.contextmanager
 def no_reduction():
     """An engine that forgets to add up over its ranks: no collective is wrong, one is missing."""
     from unittest import mock

@@ -89,6 +89,36 @@ def sums_and_gathers(rank: int, rows) -> None:
         dist.all_gather(parts, numbers(rank, 2, 3, stream=f"part {turn}"), group=rows)
 
 
+def from_anyone(rank: int, rows) -> None:
+    """Rank 0 takes what comes, three times each way, and a row of two likewise; who comes first is chance."""
+    if rank == 0:
+        for _ in range(1, SIZE):
+            dist.recv(torch.empty(3), tag=1)
+        for work in [dist.irecv(torch.empty(2), tag=2) for _ in range(1, SIZE)]:
+            work.wait()
+    else:
+        dist.send(numbers(rank, 3, stream="anyone"), dst=0, tag=1)
+        dist.send(numbers(rank, 2, stream="anyone, later"), dst=0, tag=2)
+    # In a group of two ranks count from 0 again: whoever says who sent has to mean the world's.
+    if rank % 2:
+        dist.recv(torch.empty(3), group=rows, tag=3)
+    else:
+        dist.send(numbers(rank, 3, stream="in a row"), dst=rank + 1, group=rows, tag=3)
+
+
+def by_tag(rank: int, rows) -> None:
+    """Messages of a pair that are taken in another order than they were sent, as their tags say."""
+    neighbour = rank ^ 1
+    if rank % 2:
+        first, second = torch.empty(3), torch.empty(3)
+        dist.recv(second, src=neighbour, tag=12)
+        dist.recv(first, src=neighbour, tag=11)
+    else:
+        works = [dist.isend(numbers(rank, 3, stream=f"tag {tag}"), dst=neighbour, tag=tag) for tag in (11, 12)]
+        for work in works:
+            work.wait()
+
+
 def past_the_functions(rank: int, rows) -> None:
     """A collective as a method of the group: seen, and not recorded."""
     options = dist.AllreduceOptions()
@@ -119,6 +149,9 @@ def main(rank: int, folder: str) -> None:
     recorded(rank, Path(folder) / "clean", every_kind, rows)
     assert before == {name: vars(dist)[name] for name in before}
     recorded(rank, Path(folder) / "unseen", past_the_functions, rows)
+    recorded(rank, Path(folder) / "anyone", from_anyone, rows)
+    recorded(rank, Path(folder) / "tags", by_tag, rows)
+    recorded(rank, Path(folder) / "stale", from_anyone, rows, collective_faults.stale_message)
     for name in FAULTS:
         recorded(rank, Path(folder) / name, sums_and_gathers, rows, getattr(collective_faults, name))
     dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import types
 
@@ -29,7 +30,7 @@ U = torch.finfo(torch.float32).eps / 2
 def recordings(tmp_path_factory):
     """What four ranks recorded, by case."""
     folder = tmp_path_factory.mktemp("collectives")
-    for name in ("clean", "unseen", *collective_ranks.FAULTS):
+    for name in ("clean", "unseen", "anyone", "tags", "stale", *collective_ranks.FAULTS):
         (folder / name).mkdir()
     torch.multiprocessing.spawn(collective_ranks.main, args=(str(folder),), nprocs=collective_ranks.SIZE)
     return folder
@@ -80,6 +81,34 @@ def test_what_goes_past_the_functions_is_counted(recordings):
     found = replay(load_records(recordings / "unseen"))
     [(why, count)] = found.unjudged.items()
     assert "allreduce" in why and "past torch.distributed's functions" in why and count == 4
+
+
+def test_a_message_from_anyone_is_held_to_who_sent_it(recordings):
+    records = load_records(recordings / "anyone")
+    found = replay(records)
+    # Three messages and three later ones to rank 0, and one in each row of two.
+    assert (found.wrong, found.unjudged, found.judged) == ((), {}, {"send and recv": 3 + 3 + 2})
+    senders = [call.root for call in records[0].calls]
+    assert sorted(senders[:3]) == sorted(senders[3:6]) == [1, 2, 3]
+    assert [records[rank].calls[-1].root for rank in (1, 3)] == [0, 2]
+
+
+def test_messages_of_a_pair_meet_within_their_tag(recordings):
+    records = load_records(recordings / "tags")
+    assert replay(records).wrong == () and replay(records).judged == {"send and recv": 4}
+    # As they were called they would be crossed: the tag is what tells.
+    untagged = [[dataclasses.replace(call, tag=0) for call in record.calls] for record in records]
+    crossed = [RankRecord(rank=rank, calls=calls, unseen={}) for rank, calls in enumerate(untagged)]
+    assert replay(crossed).first is not None
+
+
+def test_a_wrong_message_from_anyone_is_named_with_who_sent_what_it_holds(recordings):
+    records = load_records(recordings / "stale")
+    got_first, got_second = (call.root for call in records[0].calls[:2])
+    first = replay(records).first
+    assert (first.op, first.rank, first.ranks) == ("send and recv", 0, (got_second, 0))
+    assert first.cause == f"it holds what rank {got_first} sent"
+    assert first.place.startswith(f"send and recv of the group of ranks {got_second}, 0, call 0, on rank 0")
 
 
 # --- replay alone ----------------------------------------------------------------------------------------------------
@@ -282,6 +311,25 @@ def test_a_message_that_is_another_ones():
     got = [Call(op="recv", ranks=(0, 1), group="", rank=1, root=0, outputs=[x]) for x in (first, first)]
     wrong = replay(world(sent, got)).first
     assert (wrong.op, wrong.index, wrong.rank) == ("send and recv", 1, 1)
+
+
+def test_a_recv_whose_sender_nobody_told_is_not_judged_and_convicts_nobody():
+    """Nobody waited for it, or the back end keeps no source: its message is one that another recv seems to lack."""
+    x = torch.tensor([1.0, 2.0])
+    sent = [Call(op="send", ranks=(0, 1), group="", rank=0, root=1, inputs=[x], tag=tag) for tag in (0, 0, 4)]
+    got = [
+        Call(op="recv", ranks=(0, 1), group="", rank=1, root=root, outputs=[x], tag=tag)
+        for root, tag in ((None, 0), (0, 0), (0, 4))
+    ]
+    found = replay(world(sent, got))
+    assert found.wrong == () and found.judged == {"send and recv": 1}
+    assert found.unjudged == {
+        "recv from any rank: who sent was never told": 1,
+        "send and recv: to a rank that received from one that is not known": 2,
+    }
+    # One that is told and never sent is convicted all the same.
+    lost = replay(world([], [dataclasses.replace(got[2])])).first
+    assert (lost.rank, lost.cause) == (0, "the rank did not take part")
 
 
 @contextlib.contextmanager
