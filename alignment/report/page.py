@@ -16,7 +16,7 @@ from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically
-from alignment.numerics.verdict import Outcome, Verdict
+from alignment.numerics.verdict import Measure, Outcome, Verdict
 from alignment.report.night import NIGHT, NightRecord, read_night
 from alignment.report.provenance_view import both_sides
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
@@ -36,6 +36,7 @@ CURVES = (
 
 GAP = "training/rollout_log_probs_abs_diff_mean"
 SIDE_FILES = {"audit": "audit.json", "memory": "memory.json", "triage": "triage.json", "comparison": "comparison.json"}
+_COMMANDS = {"comparison": "compare"}
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -102,6 +103,7 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
         "audit": _audit(side.get("audit")),
         "memory": _memory(side.get("memory"), run / SIDE_FILES["memory"]),
         "triage": _triage(side["triage"], run / SIDE_FILES["triage"]) if "triage" in side else None,
+        "comparison": _comparison(side["comparison"], run / SIDE_FILES["comparison"]) if "comparison" in side else None,
     }
     if night is not None:
         from alignment.report.night_page import night_part
@@ -175,7 +177,7 @@ def _heat(verdicts: list[Verdict]) -> list[dict[str, Any]]:
             "checks": len(members),
             "budget": percent_of_budget(worst),
             "used": None if worst is None or worst.used is None else min(worst.used, 1.0),
-            "worst": f"{worst.name} = {worst.value:.6g} {worst.unit}".strip() if worst else members[0].reason,
+            "worst": _measured(worst) if worst else members[0].reason,
         }
     return list(layers.values())
 
@@ -188,18 +190,31 @@ def _finding(verdict: Verdict) -> dict[str, Any]:
         "stage": verdict.stage,
         "path": _path(verdict),
         "detail": verdict.where.detail if verdict.where else "",
-        "how_far": f"{worst.name} = {worst.value:.6g} {worst.unit}, bound {worst.bound:.6g}" if worst else "",
+        "how_far": f"{_measured(worst)}, bound {worst.bound:.6g} ({_times(worst)})" if worst else "",
         "origin": worst.origin if worst else "",
         "baseline": verdict.baseline or "",
         "next": verdict.next_command or "",
     }
 
 
+def _measured(measure: Measure) -> str:
+    return f"{measure.name} = {measure.value:.6g} {measure.unit}".strip()
+
+
+def _times(measure: Measure) -> str:
+    """How much of its budget a measure used, behind its bound."""
+    budget = percent_of_budget(measure)
+    return f"{budget} of the budget" if budget.endswith("%") else budget
+
+
 def _path(verdict: Verdict) -> list[str]:
-    """Stage, every step of the module's path, and the quantity: drawn as a trail."""
-    if verdict.where is None:
-        return []
-    return [verdict.where.stage, *verdict.where.module.split("."), verdict.where.quantity]
+    return [] if verdict.where is None else _trail(verdict.where.stage, verdict.where.module, verdict.where.quantity)
+
+
+def _trail(stage: str, module: str, quantity: str) -> list[str]:
+    """Stage, every step of the module's path, and the quantity unless it is the module's own output, named after it."""
+    own = not quantity or f".{module}".endswith(f".{quantity}")
+    return [stage, *filter(None, module.split(".")), *([] if own else [quantity])]
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
@@ -297,6 +312,32 @@ def _triage(found: Any, path: Path) -> dict[str, Any]:
     return {"axes": _rows(axes, path, {"axis": str, "outcome": str, "reason": str}, "triage")}
 
 
+def _comparison(found: Any, path: Path) -> list[dict[str, Any]]:
+    """The stages of ``alignment compare --json``, of two captures or of two runs, each with its first divergence."""
+    found = found if isinstance(found, Mapping) else {}
+    rows = _stages(found.get("stages"), path)
+    capture = found.get("capture")
+    return rows + (_stages(capture.get("stages"), path) if isinstance(capture, Mapping) else [])
+
+
+def _stages(found: Any, path: Path) -> list[dict[str, Any]]:
+    """A divergence is ``where`` in the stages of runs, ``first_forward`` or ``first_backward`` in those of captures."""
+    rows = _rows(found, path, {"stage": str, "outcome": str, "reason": str}, "comparison")
+    shown = []
+    for row in rows:
+        where = next((row[key] for key in ("where", "first_forward", "first_backward") if row.get(key)), None)
+        if where is not None and not _named(where, "module", "quantity"):
+            raise _other_shape(path, "module and quantity of every divergence", "comparison")
+        name = f"step {row['step']} {row['stage']}" if "step" in row else str(row.get("check", row["stage"]))
+        trail = _trail(row["stage"], where["module"], where["quantity"]) if where else []
+        shown.append({"name": name, "outcome": row["outcome"], "reason": row["reason"], "path": trail})
+    return shown
+
+
+def _named(found: Any, *names: str) -> bool:
+    return isinstance(found, Mapping) and all(isinstance(found.get(name), str) for name in names)
+
+
 def _provenance(path: Path) -> dict[str, Any]:
     """What made the run; sections that are none are left out."""
     found = read_json(path)
@@ -321,7 +362,7 @@ def _rows(found: Any, path: Path, fields: Mapping[str, Any], command: str) -> li
 
 def _other_shape(path: Path, expected: str, command: str) -> InputError:
     return InputError(
-        f"not what alignment {command} --json prints",
+        f"not what alignment {_COMMANDS.get(command, command)} --json prints",
         where=path,
         expected=expected,
         next_step="write it again, or move it out of the directory of the run",

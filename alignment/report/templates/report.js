@@ -26,7 +26,7 @@
       this.figure = figure;
       this.run = runs[figure.dataset.run];
       this.training = this.run.trainings[figure.dataset.training];
-      this.svg = node("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, preserveAspectRatio: "none" });
+      this.svg = node("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0 });
       this.output = document.createElement("output");
       figure.append(this.svg, this.output);
       this.select(figure.dataset.metric);

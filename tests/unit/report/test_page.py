@@ -221,6 +221,13 @@ def test_what_was_not_measured_is_no_number(run, tmp_path):
         ("memory.json", {"phases": [{"phase": "rollout"}]}, "memory profile --json.*peak, modelled in every row"),
         ("memory.json", {"phases": [{"phase": "x", "peak": 1, "modelled": 1, "outside": "?"}]}, "number or null"),
         ("memory.json", {"phases": "none"}, "alignment memory profile --json"),
+        ("comparison.json", [1], "alignment compare --json.*stage, outcome, reason"),
+        ("comparison.json", {"stages": [{"stage": "train", "outcome": "pass"}]}, "expected reason in every row"),
+        (
+            "comparison.json",
+            {"stages": [{"stage": "train", "outcome": "fail", "reason": "", "where": {"module": "mlp"}}]},
+            "module and quantity of every divergence",
+        ),
         ("provenance.json", ["a"], "not the provenance of a run"),
     ],
 )
@@ -228,6 +235,50 @@ def test_a_file_of_another_shape_is_named(run, tmp_path, file, content, problem)
     write_json(run / file, content)
     with pytest.raises(InputError, match=f"(?s){file}.*{problem}"):
         write_page([run], tmp_path / "page.html")
+
+
+def test_a_trail_ends_in_the_module_or_in_a_quantity_of_another_name(tmp_path):
+    places = {
+        "layers.0.mlp/mlp": ["layers", "0", "mlp"],
+        "model.layers.0/layers.0": ["model", "layers", "0"],
+        "layers.0.mlp/p": ["layers", "0", "mlp", "p"],
+        "/logits": ["logits"],
+    }
+    found = []
+    for number, place in enumerate(places):
+        module, _, quantity = place.partition("/")
+        where = Divergence(stage="model", module=module, quantity=quantity, detail="")
+        found.append(verdict(f"layer/c{number}", Outcome.FAIL, where=where))
+    write_verdicts(tmp_path, found)
+    assert [finding["path"] for finding in gather(tmp_path)["findings"]] == [["model", *p] for p in places.values()]
+
+
+def test_how_far_is_said_once_with_its_unit_or_without(tmp_path):
+    sizes = {
+        "relative_l2 = 0.5, bound 1 (50 % of the budget)": Measure(name="relative_l2", value=0.5, bound=1.0),
+        "reward = 40 tokens, bound 2 (20 times)": Measure(name="reward", value=40.0, unit="tokens", bound=2.0),
+        "wrong = 8, bound 0 (exact: differs)": Measure(name="wrong", value=8.0, bound=0.0),
+    }
+    found = [verdict(f"unit/c{i}", Outcome.FAIL, measures=(measure,)) for i, measure in enumerate(sizes.values())]
+    write_verdicts(tmp_path, found)
+    assert [finding["how_far"] for finding in gather(tmp_path)["findings"]] == list(sizes)
+
+
+def test_a_comparison_is_drawn_stage_by_stage_with_its_first_divergence(run, tmp_path):
+    found = {"module": "layers.1.mlp", "quantity": "output", "reason": "relative_l2"}
+    stage = {"step": 3, "stage": "train", "outcome": "fail", "reason": HOSTILE, "first_forward": found}
+    equal = {"step": 3, "stage": "old_log_prob", "outcome": "pass", "reason": "", "first_forward": None}
+    write_json(run / "comparison.json", {"stages": [equal, stage]})
+    trail = {"name": "step 3 train", "outcome": "fail", "reason": HOSTILE}
+    trail["path"] = ["train", "layers", "1", "mlp", "output"]
+    plain = {"name": "step 3 old_log_prob", "outcome": "pass", "reason": "", "path": []}
+    assert gather(run)["comparison"] == [plain, trail]
+    text = parsed(write_page([run], tmp_path / "page.html")).text
+    assert "step 3 train" in text and HOSTILE in text
+    of_runs = verdict("run_stages.step3.reward", Outcome.FAIL, stage="reward", reason="other scores").to_dict()
+    write_json(run / "comparison.json", {"stages": [of_runs], "capture": {"stages": [stage]}})
+    judged = {"name": "run_stages.step3.reward", "outcome": "fail", "reason": "other scores", "path": []}
+    assert gather(run)["comparison"] == [judged, trail]
 
 
 def test_a_triage_and_a_profilers_record_are_shown_or_left_out(run, tmp_path):
@@ -304,6 +355,7 @@ addEventListener("load", () => {
   choice.value = "more/metric_5"; choice.dispatchEvent(new Event("change"));
   told.chosen = document.querySelector(".choose svg").getAttribute("aria-label");
   document.getElementById("theme").click(); told.theme = document.documentElement.dataset.theme;
+  const scale = svg.getScreenCTM(); told.stretched = scale.a / scale.d;
   told.requests = performance.getEntriesByType("resource").map((entry) => entry.name).filter((name) => !name.startsWith("data:"));
   told.milliseconds = performance.now();
   const out = document.createElement("pre"); out.id = "told"; out.textContent = JSON.stringify(told); document.body.append(out);
@@ -352,6 +404,7 @@ def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     assert told["whole"] == told["back"] == STEPS > told["zoomed"] > 1
     assert told["chosen"].startswith("more/metric_5, 200 steps")
     assert told["theme"] in ("light", "dark")
+    assert told["stretched"] == 1
     assert "owned" not in told["title"]
 
 
@@ -368,6 +421,29 @@ def test_the_console_of_the_browser_is_read(run, tmp_path):
     assert len(console) == len(wrong)
     for message in wrong:
         assert any(message in line for line in console), (message, console)
+
+
+def printed(text: str, directory: Path, name: str) -> bytes:
+    """The page on paper, without the time it was made at."""
+    page, paper = directory / f"{name}.html", directory / f"{name}.pdf"
+    page.write_text(text)
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer", f"--print-to-pdf={paper}",
+        f"--user-data-dir={directory / 'profile'}", page.as_uri(),
+    ]  # fmt: skip
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    return re.sub(rb"/(Creation|Mod)Date \(.*?\)", b"", paper.read_bytes())
+
+
+@browser
+def test_paper_is_light_whatever_the_theme(run, tmp_path):
+    """A page that was switched to dark before would be light ink on white paper."""
+    text = write_page([run], tmp_path / "page.html").read_text()
+    light, dark = (text.replace("<html", f'<html data-theme="{theme}"', 1) for theme in ("light", "dark"))
+    on_paper = printed(light, tmp_path, "light")
+    assert on_paper.startswith(b"%PDF") and printed(dark, tmp_path, "dark") == on_paper
+    everywhere = dark.replace('@media screen { :root[data-theme="dark"]', '@media all { :root[data-theme="dark"]')
+    assert everywhere != dark and printed(everywhere, tmp_path, "everywhere") != on_paper
 
 
 ASK_AXE = """
