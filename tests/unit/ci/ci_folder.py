@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,6 @@ def script(name: str):
     spec = importlib.util.spec_from_file_location(f"ci_{name}", CI / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by its name.
-    import sys
-
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -58,3 +57,11 @@ def changed(folder: Path, *, matrix=None, site=None) -> tuple[Path, Path]:
 def linter(module: str):
     """A checker that the extra ``ci`` brings; absent, its tests are skipped and say how to have them."""
     return pytest.importorskip(module, reason=f"{module} is not installed. Next: pip install 'npu-alignment[ci]'")
+
+
+def tool(name: str) -> str:
+    """A program that the extra ``ci`` brings: on the path, or beside the interpreter of an environment that is not active."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"{name} is not installed. Next: pip install 'npu-alignment[ci]'")
+    return found

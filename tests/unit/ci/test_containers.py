@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 
 import pytest
-from ci_folder import CI, nightly, script
+from ci_folder import CI, nightly, script, tool
 
 from alignment.bisect.stack import load_stack
 
@@ -36,19 +35,36 @@ def test_the_entry_point_of_the_cann_image_is_taken_away():
     assert "\nENTRYPOINT []\n" in (CI / "containers" / "atlas.Containerfile").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not on the path")
 def test_hadolint_finds_nothing():
-    done = subprocess.run(["hadolint", *map(str, RECIPES)], capture_output=True, text=True)
+    done = subprocess.run([tool("hadolint"), *map(str, RECIPES)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_hadolint_finds_a_recipe_that_pins_nothing(tmp_path):
+    recipe = tmp_path / "cpu.Containerfile"
+    text = (CI / "containers" / "cpu.Containerfile").read_text(encoding="utf-8")
+    recipe.write_text(text.replace("# hadolint ignore=DL3008\n", "", 1), encoding="utf-8")
+    done = subprocess.run([tool("hadolint"), str(recipe)], capture_output=True, text=True)
+    assert done.returncode == 1 and "DL3008" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: "/".join(p.parts[-2:]))
 def test_scripts_are_shell_and_may_be_run(path):
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
     assert path.stat().st_mode & 0o111
-    if shutil.which("shellcheck"):
-        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_finds_nothing():
+    done = subprocess.run([tool("shellcheck"), *map(str, SCRIPTS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_shellcheck_finds_a_folder_that_falls_apart(tmp_path):
+    broken = tmp_path / "night.sh"
+    text = (CI / "rendered" / "cpu" / "night.sh").read_text(encoding="utf-8")
+    broken.write_text(text.replace('mkdir -p "$out"', "mkdir -p $out"), encoding="utf-8")
+    done = subprocess.run([tool("shellcheck"), str(broken)], capture_output=True, text=True)
+    assert done.returncode == 1 and "SC2086" in done.stdout, done.stdout
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
 import yaml
-from ci_folder import CI, ROOT, linter, nightly
+from ci_folder import CI, ROOT, linter, nightly, tool
 
 _, MATRIX, _ = nightly()
 GITHUB = ROOT / ".github" / "workflows" / "nightly.yml"
@@ -99,12 +98,31 @@ def test_what_only_github_understands_fails_on_gitcode(old, new, message, tmp_pa
         linter("jsonschema").validate(read(broken), schema)
 
 
-@pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not on the path")
+def actionlint(*paths):
+    line = [tool("actionlint"), "-no-color", "-config-file", str(ROOT / ".github" / "actionlint.yaml"), *map(str, paths)]
+    return subprocess.run(line, capture_output=True, text=True)
+
+
 def test_actionlint_finds_nothing():
-    files = map(str, (ROOT / ".github" / "workflows").glob("*.yml"))
-    line = ["actionlint", "-config-file", str(ROOT / ".github" / "actionlint.yaml"), *files]
-    done = subprocess.run(line, capture_output=True, text=True)
+    done = actionlint(*(ROOT / ".github" / "workflows").glob("*.yml"))
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("steps.night.outputs.code", "steps.nights.outputs.code", 'property "nights" is not defined'),
+        ('["ubuntu-latest"]', '["atlas-a9"]', 'label "atlas-a9" is unknown'),
+        ("always()", "alway()", 'undefined function "alway"'),
+    ],
+)
+def test_actionlint_finds_what_the_schema_lets_pass(old, new, message, tmp_path):
+    broken, text = tmp_path / "nightly.yml", GITHUB.read_text(encoding="utf-8")
+    assert old in text
+    broken.write_text(text.replace(old, new, 1), encoding="utf-8")
+    assert check_schema(broken, "vendor.github-workflows").returncode == 0
+    done = actionlint(broken)
+    assert done.returncode == 1 and message in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("row", MATRIX.rows, ids=lambda r: r.name)
