@@ -47,13 +47,23 @@ def compare(
 ) -> None:
     """Where two computations part: the first module whose inputs agree and whose outputs do not.
 
-    Exit code 0: aligned; 1: they diverge, or a module, call or parameter is missing; 2: they cannot be compared.
+    Exit code 0: aligned; 1: they diverge, a module, call or parameter is missing, or it is inconclusive, because what
+    could not be compared disagrees or the noise is not known; 2: they cannot be compared.
+
+    Two runs are compared stage by stage up to the first that diverges, and their captures there; --stage and --step
+    choose in captures only.
     """
+    runs = save_noise is None and _is_run(golden) and _is_run(target)
+    given = {
+        "--stage": stage, "--step": step, "--allow-missing": allow_missing, "--golden-format": golden_format,
+        "--target-format": target_format, "--repeat": repeat,
+    }  # fmt: skip
+    _refuse_unread({name for name, value in given.items() if value}, golden, target, runs, save_noise is not None)
     if save_noise is not None:
         # What differs between modules teaches noise, also where whole runs are given.
         golden, target = _capture_of(golden), _capture_of(target)
-    elif _is_run(golden) and _is_run(target):
-        raise typer.Exit(_compare_runs(golden, target, name_map, noise, repeat, device, as_json))
+    elif runs:
+        raise typer.Exit(_compare_runs(golden, target, name_map, noise, repeat, allow_missing, device, as_json))
     from alignment.capture.readers import open_capture
     from alignment.diagnose.capture_comparison import compare_captures, learn_noise, load_noise
     from alignment.diagnose.capture_comparison import save_noise as write_noise
@@ -104,7 +114,26 @@ def _capture_of(path: Path) -> Path:
     return path / CAPTURE if (path / CAPTURE).is_dir() else path
 
 
-def _compare_runs(golden: Path, target: Path, name_map, noise, repeats, device: str, as_json: bool) -> int:
+def _refuse_unread(given: set[str], golden: Path, target: Path, runs: bool, learning: bool) -> None:
+    """An option that says nothing about what is compared is refused: its reader would take it for done."""
+    from alignment.errors import InputError
+
+    if learning:
+        unread, compared = given & {"--stage", "--step", "--allow-missing", "--repeat"}, "with --save-noise"
+        advice = "noise is learned from all that both captures have: leave the option out"
+    elif runs:
+        unread, compared = given & {"--stage", "--step", "--golden-format", "--target-format"}, "for two runs"
+        advice = f"name their captures: alignment compare {golden / CAPTURE} {target / CAPTURE}"
+    else:
+        unread, compared = given & {"--repeat"}, "for captures"
+        advice = "name two runs, or teach noise with --save-noise and read it with --noise"
+    if unread:
+        raise InputError(f"{', '.join(sorted(unread))} is not read {compared}", where="compare", next_step=advice)
+
+
+def _compare_runs(
+    golden: Path, target: Path, name_map, noise, repeats, allow_missing, device: str, as_json: bool
+) -> int:
     """Stages first; then, where both runs captured it, the first module in the first stage that diverges."""
     from alignment.capture.readers import open_capture
     from alignment.diagnose.capture_comparison import compare_captures, load_noise
@@ -128,6 +157,7 @@ def _compare_runs(golden: Path, target: Path, name_map, noise, repeats, device: 
             noise=load_noise(noise) if noise else None,
             steps=(first.step,) if wanted else (),
             stages=wanted,
+            allow_missing=allow_missing or (),
         )
     verdicts = [stage.verdict(subject=str(target), device=device, baseline=str(golden)) for stage in stages]
     if comparison is not None:

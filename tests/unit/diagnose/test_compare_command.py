@@ -74,6 +74,60 @@ def test_a_calibration_of_whole_runs_is_that_of_their_captures(tmp_path, monkeyp
     assert (code, out.count("capture"), (tmp_path / "noise.json").is_file()) == (0, 2, True)
 
 
+def whole_run(directory, *, extra=False):
+    """A run of one step with a capture; with a module more than the others have."""
+    model = nn.ModuleDict({"first": nn.Linear(4, 4)} | ({"extra": nn.Identity()} if extra else {}))
+    with torch.no_grad():
+        model["first"].weight.copy_(torch.eye(4))
+        model["first"].bias.zero_()
+    config = CaptureConfig(detail="sketch")
+    with capture(model, config, directory=directory / "capture") as session, session.step(1):
+        x = model["first"](torch.ones(2, 4))
+        (model["extra"](x) if extra else x).sum().backward()
+    (directory / "run.json").write_text("{}")
+    (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/before_filter": 0.5}) + "\n")
+    return directory
+
+
+def test_modules_that_one_of_two_runs_may_lack_are_allowed_there(tmp_path, monkeypatch, capsys):
+    golden, target = whole_run(tmp_path / "golden", extra=True), whole_run(tmp_path / "target")
+    code, out, _ = run(monkeypatch, capsys, golden, target, "--json")
+    gaps = [gap for stage in json.loads(out)["capture"]["stages"] for gap in stage["unpaired"]]
+    assert (code, {(gap["fails"], "extra" in str(gap)) for gap in gaps}) == (1, {(True, True)})
+    code, out, _ = run(monkeypatch, capsys, golden, target, "--json", "--allow-missing", "extra*")
+    assert (code, [stage["aligned"] for stage in json.loads(out)["capture"]["stages"]]) == (0, [True]), out
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--stage", "train", "--step", "1"), "--stage, --step is not read for two runs"),
+        (("--golden-format", "own"), "--golden-format is not read for two runs"),
+        (("--save-noise", "n.json", "--step", "1"), "--step is not read with --save-noise"),
+        (("--save-noise", "n.json", "--allow-missing", "a"), "--allow-missing is not read with --save-noise"),
+    ],
+)
+def test_an_option_that_two_runs_do_not_read_is_usage(tmp_path, monkeypatch, capsys, options, said):
+    golden, target = whole_run(tmp_path / "golden"), whole_run(tmp_path / "target")
+    assert run(monkeypatch, capsys, golden, target)[0] == 0
+    code, out, err = run(monkeypatch, capsys, golden, target, *options)
+    assert (code, out) == (2, "") and f"error: compare: {said}" in err, err
+    if "two runs" in said:
+        assert f"alignment compare {golden / 'capture'} {target / 'capture'}" in err
+
+
+def test_a_repeat_is_not_read_for_captures(tmp_path, monkeypatch, capsys):
+    golden, target = record(tmp_path / "golden"), record(tmp_path / "target")
+    code, _, err = run(monkeypatch, capsys, golden, target, "--repeat", golden)
+    assert (code, "--repeat is not read for captures" in err, "--save-noise" in err) == (2, True, True)
+
+
+def test_the_help_says_what_an_inconclusive_comparison_exits_with(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = run(monkeypatch, capsys, "--help")
+    assert (code, "inconclusive" in out) == (0, True)
+
+
 def test_a_path_that_does_not_exist_is_usage(tmp_path, monkeypatch, capsys):
     code, _, err = run(monkeypatch, capsys, tmp_path / "nowhere", tmp_path / "nowhere")
     assert (code, "no such capture" in err) == (2, True)
