@@ -38,7 +38,8 @@ class InputError(Exception):
             text += f"; found {self.found}"
         if self.next_step is not None:
             text += f". Next: {self.next_step}"
-        return text
+        # A damaged file may quote half a character, which no terminal prints.
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
     def __reduce__(self):
         # Ray carries exceptions between processes by pickling; keyword-only arguments need their own recipe.

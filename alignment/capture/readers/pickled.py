@@ -86,14 +86,15 @@ def run(
                 return finished(machine.pop())
             machine.step(opcode.name, argument)
     except InputError as error:
-        if str(where) in str(error.where):
-            error = InputError(
-                error.problem,
-                where=f"{error.where}, byte {position} of the pickle",
-                expected=error.expected,
-                found=error.found,
-            )
-        raise error from None
+        # What a constructor refuses knows its name, not the file.
+        place = str(error.where) if str(where) in str(error.where) else f"{where}: {error.where}"
+        raise InputError(
+            error.problem,
+            where=f"{place}, byte {position} of the pickle",
+            expected=error.expected,
+            found=error.found,
+            next_step=error.next_step,
+        ) from None
     except Exception as error:
         raise InputError(
             f"the pickle is damaged ({type(error).__name__}: {str(error)[:120]})",
