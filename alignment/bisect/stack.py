@@ -267,7 +267,7 @@ def read_mapping(path: Path) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of a date, of the nesting
         raise InputError(f"not YAML ({' '.join(str(error).split())})", where=path) from None
 
 

@@ -106,7 +106,7 @@ class CollectorConfig:
                 expected="None (real steps), -1 (cycle) or a seed of 0 or more (random)", found=self.mock_random_seed,
             )  # fmt: skip
         for name in ("dump_path", "mock_data_path"):
-            if not getattr(self, name).strip():
+            if not getattr(self, name).strip() or "\0" in getattr(self, name):
                 raise _wrong("a folder has to be named", name, found=repr(getattr(self, name)))
         if self.memory_dump and not any(getattr(self, switch) for switch in LAYER_SWITCHES):
             raise _wrong(
@@ -202,7 +202,13 @@ def load_collector_config(path: str | Path) -> CollectorConfig:
     found = sorted(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__
     if not isinstance(tree, Mapping) or set(tree) != {KEY}:
         raise InputError("the file has one key", where=path, expected=KEY, found=found)
-    return CollectorConfig.from_dict(tree[KEY] if tree[KEY] is not None else {}, where=f"{path}: {KEY}")
+    try:
+        return CollectorConfig.from_dict(tree[KEY] if tree[KEY] is not None else {})
+    except InputError as error:
+        raise InputError(
+            error.problem, where=f"{path}: {error.where}", expected=error.expected, found=error.found,
+            next_step=error.next_step,
+        ) from None  # fmt: skip
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

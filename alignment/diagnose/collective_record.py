@@ -559,17 +559,23 @@ def _load(path: Path) -> RankRecord:
         with safe_open(path, framework="pt") as file:
             told = json.loads((file.metadata() or {}).get("record", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise InputError(f"recorded collectives cannot be read ({error})", where=path) from None
     if not isinstance(told, dict) or told.get("schema") != SCHEMA:
         raise InputError("these are no recorded collectives", where=path, expected=f"schema {SCHEMA}")
-    calls = []
-    for number, plain in enumerate(told["calls"]):
-        counts = {side: plain.pop(name) for side, name in (("in", "inputs"), ("out", "outputs"))}
-        held = {
-            side: [tensors[f"{number:06d}.{side}.{place}"] for place in range(count)] for side, count in counts.items()
-        }
-        plain["ranks"] = tuple(plain["ranks"])
-        calls.append(Call(**plain, inputs=held["in"], outputs=held["out"]))
+    try:
+        calls = [_call(plain, number, tensors) for number, plain in enumerate(told["calls"])]
+        unseen = dict(told["unseen"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"a recorded collective is not whole ({type(error).__name__}: {error})", where=path) from None
     rank = int(path.stem.rpartition("_")[2])
-    return RankRecord(rank=rank, calls=calls, unseen=told["unseen"])
+    return RankRecord(rank=rank, calls=calls, unseen=unseen)
+
+
+def _call(plain: dict[str, Any], number: int, tensors: Mapping[str, Tensor]) -> Call:
+    counts = {side: plain.pop(name) for side, name in (("in", "inputs"), ("out", "outputs"))}
+    held = {
+        side: [tensors[f"{number:06d}.{side}.{place}"] for place in range(count)] for side, count in counts.items()
+    }
+    plain["ranks"] = tuple(plain["ranks"])
+    return Call(**plain, inputs=held["in"], outputs=held["out"])

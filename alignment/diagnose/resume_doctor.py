@@ -222,7 +222,7 @@ def _weights(folder: Path) -> Iterator[Symptom]:
     held: dict[str, set[str]] = {}
     for name in sorted(set(index.values())):
         file = folder / name
-        if not file.is_file():
+        if not _is_file(file):
             yield Symptom(
                 where=str(file),
                 problem=f"a file of the index is missing, with {sum(f == name for f in index.values())} tensors",
@@ -274,6 +274,13 @@ def _shapes(
                         found=str(list(found)),
                     )
                     return
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # no name of a file
+        return False
 
 
 def _keys(file: Path) -> list[str]:

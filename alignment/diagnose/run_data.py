@@ -69,12 +69,19 @@ def open_run(directory: Path) -> RunData:
     """
     directory = Path(directory)
     if (directory / RUN).is_file() and (directory / METRICS).is_file():
-        about = read_json(directory / RUN)
-        config = read_json(directory / "config.json") if (directory / "config.json").is_file() else {}
+        about = _mapping(directory / RUN)
+        config = _mapping(directory / "config.json") if (directory / "config.json").is_file() else {}
         verl = about.get("verl") or {}
         series = {
             line["step"]: {k: v for k, v in line.items() if k != "step"} for line in read_series(directory / METRICS)
         }
+        for step, values in series.items():
+            odd = next((k for k, v in values.items() if isinstance(v, bool) or not isinstance(v, (int, float))), None)
+            if odd is not None:
+                raise InputError(
+                    "a metric is no number", where=f"{directory / METRICS}, step {step}: {odd}",
+                    found=repr(values[odd])[:80],
+                )  # fmt: skip
         return RunData(
             directory,
             "verl" if verl else "alignment",
@@ -96,6 +103,13 @@ def open_run(directory: Path) -> RunData:
         frozenset((step, name) for step, (_, _, odd) in named.items() for name in odd),
         output.rollouts,
     )
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InputError("the file does not hold a JSON object", where=path, found=type(found).__name__)
+    return found
 
 
 def is_run(directory: Path) -> bool:

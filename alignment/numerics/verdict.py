@@ -114,7 +114,11 @@ class Verdict:
 
 def _numbers(measure: dict) -> dict:
     spelled = [key for key in ("value", "bound") if isinstance(measure.get(key), str)]
-    return {**measure, **{key: float(measure[key]) for key in spelled}}
+    read = {**measure, **{key: float(measure[key]) for key in spelled}}
+    for key in ("value", "bound"):
+        if isinstance(read.get(key), bool) or not isinstance(read.get(key), (int, float, type(None))):
+            raise TypeError(f"the {key} of a measure is no number")
+    return read
 
 
 ALIGNED, MISALIGNED, USAGE = 0, 1, 2

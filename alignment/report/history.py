@@ -168,15 +168,16 @@ class History:
                 raise InputError("a history of another schema", where=path, expected=SCHEMA, found=found[0])
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: everything of it is written, or nothing."""
+    def _open(self, taken: Path | None = None) -> Iterator[sqlite3.Connection]:
+        """One transaction: everything of it is written, or nothing; ``taken`` is the run that is taken in."""
         connection = sqlite3.connect(self.path, timeout=30.0)
         try:
             connection.execute("PRAGMA foreign_keys = ON")
             with connection:
                 yield connection
-        except sqlite3.DatabaseError as error:
-            raise InputError(f"the history cannot be read or written ({error})", where=self.path) from error
+        except (sqlite3.DatabaseError, OverflowError, UnicodeEncodeError) as error:
+            place = self.path if taken is None else f"{taken}, into {self.path}"
+            raise InputError(f"the history cannot be read or written ({error})", where=place) from error
         finally:
             connection.close()
 
@@ -206,7 +207,7 @@ class History:
             outcome=_overall(verdicts).value,
             accepted=None,
         )
-        with self._open() as connection:
+        with self._open(run) as connection:
             connection.execute(
                 'INSERT INTO nights (run, day, "commit", chip, stack, outcome, accepted) VALUES (?,?,?,?,?,?,NULL) '
                 'ON CONFLICT (run) DO UPDATE SET "commit" = excluded."commit", chip = excluded.chip, '

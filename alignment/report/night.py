@@ -106,7 +106,7 @@ class PhaseRecord:
         return finite(asdict(self))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PhaseRecord:
+    def from_dict(cls, data: Mapping[str, Any], *, where: object = PHASE) -> PhaseRecord:
         """The inverse of :meth:`to_dict`.
 
         Raises:
@@ -114,13 +114,13 @@ class PhaseRecord:
         """
         names = {f.name for f in fields(cls)}
         if not isinstance(data, Mapping) or set(data) - names or data.get("outcome") not in ORDER:
-            raise InputError("not the record of a phase", where=PHASE, expected=", ".join(sorted(names)))
+            raise InputError("not the record of a phase", where=where, expected=", ".join(sorted(names)))
         try:
             lists = {k: tuple(v) for k, v in data.items() if isinstance(v, list)}
             findings = tuple(Finding(**finding) for finding in data.get("findings", ()))
             return cls(**{**data, **lists, "findings": findings})
         except TypeError as error:
-            raise InputError(f"not the record of a phase ({error})", where=PHASE) from None
+            raise InputError(f"not the record of a phase ({error})", where=where) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class NightRecord:
         names = {f.name for f in fields(cls)}
         known = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         try:
-            phases = tuple(PhaseRecord.from_dict(phase) for phase in data["phases"])
+            phases = tuple(PhaseRecord.from_dict(phase, where=where) for phase in data["phases"])
             record = cls(**{**known, "phases": phases})
         except (KeyError, TypeError) as error:
             raise InputError(f"not the record of a night ({error})", where=where) from None

@@ -319,7 +319,7 @@ def _read_document(path: Path) -> Any:
         for match in re.finditer(r"^[\[{]", text, re.MULTILINE):
             try:
                 return json.loads(text[match.start() :])
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
         raise
 

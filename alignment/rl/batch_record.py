@@ -106,15 +106,29 @@ def read_batch(path: Path) -> BatchRecord:
         with safe_open(path, framework="np") as file:
             who = json.loads((file.metadata() or {}).get("batch", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"a recorded batch cannot be read ({error})", where=path) from None
     if not isinstance(who, dict) or who.get("schema") != SCHEMA:
         raise InputError(
             "this is no recorded batch", where=path, expected=f"schema {SCHEMA}", found=who and who.get("schema")
         )
-    return BatchRecord(
-        step=who["step"], tensors=tensors, prompt_ids=tuple(who["prompt_ids"]), samples=tuple(who["samples"])
-    )
+    names, numbers = who.get("prompt_ids"), who.get("samples")
+    if not _are(names, str) or not _are(numbers, int) or len(names) != len(numbers) or type(who.get("step")) is not int:
+        raise InputError(
+            "a recorded batch does not say whose samples it holds", where=path, expected="step, prompt_ids and samples",
+            found=", ".join(sorted(map(str, who))),
+        )  # fmt: skip
+    for name, array in tensors.items():
+        if len(array.shape) < 1 or len(array) != len(names):
+            raise InputError(
+                "a field of a batch has one row per sample", where=f"{path}: {name}", expected=len(names),
+                found=list(array.shape),
+            )  # fmt: skip
+    return BatchRecord(step=who["step"], tensors=tensors, prompt_ids=tuple(names), samples=tuple(numbers))
+
+
+def _are(values: object, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
 def recorded_steps(directory: Path) -> list[int]:

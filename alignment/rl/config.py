@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -836,7 +837,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         if value != value or value in (float("inf"), float("-inf")):
             raise InputError("the value is not finite", where=where, expected="a number", found=value)
         return float(value)
-    if hint is int and number and value == int(value):
+    if hint is int and number and math.isfinite(value) and value == int(value):
         return int(value)
     if hint in (bool, str) and isinstance(value, hint):
         return value

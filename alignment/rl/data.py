@@ -422,7 +422,10 @@ def _parquet_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, Any]]:
                 found=", ".join(table.column_names) or "no columns",
                 next_step="the format is verl's: prompt, data_source, reward_model.ground_truth, extra_info.index",
             )
-    return table.to_pylist()
+    try:
+        return table.to_pylist()
+    except ValueError as error:  # a text that is none
+        raise InputError(f"the file is not readable as parquet ({error})", where=path) from None
 
 
 def _messages(value: Any, where: str) -> list[dict[str, str]]:

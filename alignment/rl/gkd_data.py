@@ -132,7 +132,7 @@ def load_samples(config: GkdConfig, tokenizer: Tokenizer) -> SampleSet:
         if silent is not None:
             raise InputError(
                 "off-policy generations need responses in the data set",
-                where=f"sample {silent.sample_id}",
+                where=f"{', '.join(config.data.train_files)}: sample {silent.sample_id}",
                 expected="an assistant's message at the end",
                 next_step="set gkd.lmbda=1, or use data with responses",
             )
@@ -169,15 +169,17 @@ def _questions(path: Path, tokenizer: Tokenizer, config: GkdConfig) -> list[GkdS
 def _conversations(path: Path, tokenizer: Tokenizer) -> list[GkdSample]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"the file cannot be read ({error.strerror})", where=path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the file cannot be read ({getattr(error, 'strerror', error)})", where=path) from None
     samples = []
     for number, line in enumerate(lines):
         where = f"{path}, line {number + 1}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"the line is not JSON ({error})", where=where) from None
+        if not isinstance(row, Mapping):
+            raise InputError("a conversation is a mapping", where=where, found=type(row).__name__)
         samples.append(conversation_sample(row, tokenizer, where=where, default_id=f"{path.stem}-{number}"))
     return samples
 

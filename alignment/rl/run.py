@@ -262,9 +262,22 @@ def read_run(run_dir: Path) -> RunResult:
         InputError: a file is missing or damaged.
     """
     run = read_json(run_dir / RUN)
-    curve = {k: run[k] for k in ("seed", "device", "config", "total_steps", "filtered", "provenance")}
+    names = ("seed", "device", "config", "total_steps", "filtered", "provenance")
+    if not isinstance(run, dict) or not run.keys() >= set(names):
+        raise InputError(
+            "this is not the record of a run", where=run_dir / RUN, expected=", ".join(names),
+            found=", ".join(map(str, run)) if isinstance(run, dict) else type(run).__name__,
+        )  # fmt: skip
+    curve = {name: run[name] for name in names}
     text = json.dumps({"schema": CURVE_SCHEMA, **curve, "steps": read_series(run_dir / GROUPS)})
-    return RunResult(directory=run_dir, metrics=read_series(run_dir / METRICS), curve=CurveRun.from_json(text))
+    try:
+        told = CurveRun.from_json(text)
+    except InputError as error:
+        raise InputError(
+            error.problem, where=f"{run_dir}, {RUN} and {GROUPS}: {error.where}", expected=error.expected,
+            found=error.found, next_step=error.next_step,
+        ) from None  # fmt: skip
+    return RunResult(directory=run_dir, metrics=read_series(run_dir / METRICS), curve=told)
 
 
 def placement(config: TrainConfig) -> Placement:

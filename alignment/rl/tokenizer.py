@@ -57,6 +57,9 @@ class Tokenizer:
             vocabulary.update({token["content"]: token["id"] for token in added})
             self._special = {token["id"] for token in added if token.get("special")}
             self._concatenates = (definition.get("decoder") or {}).get("type") == "Fuse"
+            if not all(type(number) is int and number >= 0 for number in vocabulary.values()):
+                raise ValueError("a token without a number")
+            self._config = dict(self._config)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"not a tokenizers file ({error!r})", where=self._path) from None
         self._ids = vocabulary
@@ -77,7 +80,10 @@ class Tokenizer:
             InputError: the text has characters that the vocabulary cannot express.
             UnavailableError: ``tokenizers`` is not installed.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # half a character, which JSON can spell
+            raise InputError("the text is none", where=self._path, found=ascii(text)[:80]) from None
         if self._concatenates and (back := self.decode(ids, skip_special_tokens=False)) != text:
             lost = "".join(sorted(set(text) - set(back)))
             raise InputError(
@@ -179,15 +185,18 @@ class Tokenizer:
             raise UnavailableError(
                 f"tokenizers is needed to encode text ({error})", where=self._path, next_step="pip install tokenizers"
             ) from None
-        return Backend.from_file(str(self._path))
+        try:
+            return Backend.from_file(str(self._path))
+        except Exception as error:  # the package raises nothing narrower
+            raise InputError(f"not a tokenizers file ({error})", where=self._path) from None
 
     def _token(self, name: str) -> str:
         token = self._config.get(name)
-        return token["content"] if isinstance(token, dict) else token
+        return token.get("content") if isinstance(token, dict) else token
 
     def _special_id(self, name: str) -> int:
         token = self._token(name)
-        if token not in self._ids:
+        if not isinstance(token, str) or token not in self._ids:
             raise InputError(
                 f"{name} is not in the vocabulary",
                 where=self.folder / "tokenizer_config.json",

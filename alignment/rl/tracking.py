@@ -103,11 +103,18 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError("the run has no such series", where=path) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the series cannot be read ({error})", where=path) from None
     *whole, rest = text.split("\n")
-    try:
-        lines = [json.loads(line) for line in whole]
-    except json.JSONDecodeError as error:
-        raise InputError(f"a line is not JSON ({error})", where=path) from None
+    lines = []
+    for number, line in enumerate(whole, start=1):
+        try:
+            told = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"a line is not JSON ({error})", where=f"{path}, line {number}") from None
+        if not isinstance(told, dict) or type(told.get("step")) is not int:
+            raise InputError("a line of a series is about a step", where=f"{path}, line {number}", found=line[:80])
+        lines.append(told)
     return lines, rest or None
 
 

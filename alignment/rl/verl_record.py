@@ -98,13 +98,14 @@ def read_verl_output(directory: Path) -> VerlOutput:
         raise InputError("there is no such folder", where=directory)
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     metrics, origin = _metrics(directory, files)
+    found = ((p.name.removeprefix("global_step_"), p) for p in directory.rglob("global_step_*") if p.is_dir())
     return VerlOutput(
         directory=directory,
         metrics=metrics,
         origin=origin,
         rollouts=_rollouts(files),
         config=_config(files),
-        checkpoints={int(p.name.rpartition("_")[2]): p for p in directory.rglob("global_step_*") if p.is_dir()},
+        checkpoints={int(step): path for step, path in found if step.isdecimal()},
     )
 
 
@@ -274,17 +275,38 @@ def _console_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
-    return {k: v if v is not None else math.nan for k, v in data.items() if v is None or isinstance(v, (int, float))}
+    return {k: _number(v) for k, v in data.items() if v is None or isinstance(v, (int, float))}
 
 
-def _json_lines(path: Path) -> Iterable[Any]:
-    """The JSON values of a file, line by line; a file that holds none yields nothing, a torn last line is left out."""
+def _number(value: float | None) -> float:
+    """``value``, NaN for none and an infinity for a whole number that no float holds."""
+    try:
+        return math.nan if value is None else value if math.isfinite(value) else float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _json_lines(path: Path, *, certain: bool = False) -> Iterable[Any]:
+    """The JSON values of a file, line by line; a torn last line is left out.
+
+    A file that does not begin with JSON yields nothing, unless it is ``certain`` that it is one of these.
+
+    Raises:
+        InputError: a line before others is no JSON.
+    """
+    torn: InputError | None = None
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            if torn is not None:
+                raise torn
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+            except (ValueError, RecursionError) as error:
+                if number == 1 and not certain:
+                    return
+                torn = InputError(f"a line is not JSON ({error})", where=f"{path}, line {number}")
 
 
 # --- rollouts, configuration -----------------------------------------------------------------------------------------
@@ -293,9 +315,11 @@ def _json_lines(path: Path) -> Iterable[Any]:
 def _rollouts(files: Sequence[Path]) -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {}
     for path in files:
-        if path.suffix == ".jsonl" and path.stem.isdigit():
+        if path.suffix == ".jsonl" and path.stem.isdecimal():
             rows = [
-                row for row in _json_lines(path) if isinstance(row, dict) and {"input", "output", "score"} <= row.keys()
+                row
+                for row in _json_lines(path, certain=True)
+                if isinstance(row, dict) and {"input", "output", "score"} <= row.keys()
             ]
             # validation has a directory of its own, with the same names
             if rows and "val" not in path.parent.name:
@@ -311,18 +335,34 @@ def _config(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _resolved(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise InputError(f"the configuration is not YAML ({error})", where=path) from None
+    if not isinstance(tree, dict):
+        raise InputError("a configuration is a mapping", where=path, found=type(tree).__name__)
     try:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
     except ImportError:
-        import yaml
-
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    config = OmegaConf.load(path)
+        return _plain(tree)
     try:
-        return OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException:
-        return OmegaConf.to_container(config, resolve=False)
+        return _plain(OmegaConf.to_container(OmegaConf.create(tree), resolve=True))
+    except (OmegaConfBaseException, ValueError, RecursionError):
+        return _plain(tree)  # an interpolation of a resolver that only verl registers, or of a key that is not there
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it: names are texts, and so is what JSON has no form for (infinities, dates, bytes)."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(below) for key, below in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(below) for below in value]
+    if value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
 
 
 def _seed(flat: Mapping[str, Any]) -> int:
@@ -339,7 +379,7 @@ def _samples(config: Mapping[str, Any]) -> int:
 
 def _from_samples(output: VerlOutput, run_dir: Path, step: int, *, n: int) -> tuple[dict[str, float], CurveStep | None]:
     """What single samples say about a step: metrics verl has under no name of ours, and its line of the curve."""
-    rows, recorded = output.rollouts.get(step, []), batch_path(run_dir, step)
+    rows, recorded = _checked(output, step), batch_path(run_dir, step)
     batch = read_batch(recorded) if recorded.exists() else None
     derived = _gap(batch.tensors) if batch is not None else {}
     if batch is not None:
@@ -348,14 +388,15 @@ def _from_samples(output: VerlOutput, run_dir: Path, step: int, *, n: int) -> tu
         if len(rows) != len(batch) or "uid" in rows[0]:
             rows = [{}] * len(batch)
     else:
-        prompts = [hashlib.sha256(str(row["input"]).encode()).hexdigest()[:16] for row in rows]
+        asked = (str(row["input"]).encode("utf-8", "surrogatepass") for row in rows)
+        prompts = [hashlib.sha256(text).hexdigest()[:16] for text in asked]
     if not prompts:
         return derived, None
     reward, score = _rewards(rows, batch.tensors if batch is not None else {}, output.metrics[step])
     values = {"reward": reward, "score": score}
     if batch is not None:
         values["response_length"] = (batch.tensors["response_mask"] != 0).sum(1).astype(float).tolist()
-    if all(isinstance(row.get("acc"), (int, float)) for row in rows):
+    if all(isinstance(row.get("acc"), (int, float)) and math.isfinite(_number(row["acc"])) for row in rows):
         values["correctness"] = [float(row["acc"]) for row in rows]
         derived["acc/before_filter"] = derived["acc/after_filter"] = math.fsum(values["correctness"]) / len(rows)
     derived["reward/before_filter"] = derived["reward/after_filter"] = math.fsum(values["score"]) / len(rows)
@@ -368,6 +409,24 @@ def _from_samples(output: VerlOutput, run_dir: Path, step: int, *, n: int) -> tu
         # Groups cannot be told apart in this dump: there is no curve, but there are metrics.
         return derived, None
     return derived, group
+
+
+def _checked(output: VerlOutput, step: int) -> Sequence[Mapping[str, Any]]:
+    """The dumped rows of ``step``, whose scores are numbers."""
+    rows = output.rollouts.get(step, [])
+    for place, row in enumerate(rows, start=1):
+        for name in ("score", "overlong_reward"):
+            value = row.get(name)
+            if value is None and name != "score":
+                continue
+            if not isinstance(value, (int, float)) or not math.isfinite(_number(value)):
+                raise InputError(
+                    "a dumped sample has a score that is no number",
+                    where=f"{output.directory}: rollouts of step {step}, sample {place}: {name}",
+                    expected="a finite number",
+                    found=repr(value)[:80],
+                )
+    return rows
 
 
 def _rewards(

@@ -391,7 +391,7 @@ def _read_json(path: Path) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError("a file of the checkpoint is missing", where=path) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError("the file is not JSON", where=path, found=str(error)) from error
     if not isinstance(content, dict):
         raise InputError("the file does not hold a JSON object", where=path, found=type(content).__name__)

@@ -27,16 +27,20 @@ def read_index(directory: str | Path) -> dict[str, str]:
     """
     directory = Path(directory)
     if (directory / INDEX_FILE).is_file():
-        listed = read_json(directory / INDEX_FILE).get("weight_map")
-        if not isinstance(listed, dict):
+        told = read_json(directory / INDEX_FILE)
+        listed = told.get("weight_map") if isinstance(told, dict) else None
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
             raise InputError("the index has no weight_map from tensors to files", where=directory / INDEX_FILE)
         return dict(listed)
     if not (directory / SINGLE_FILE).is_file():
         raise InputError("there are no weights here", where=directory, expected=f"{SINGLE_FILE} or {INDEX_FILE}")
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(directory / SINGLE_FILE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE_FILE)
+    try:
+        with safe_open(directory / SINGLE_FILE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SINGLE_FILE)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"the file is not safetensors ({error})", where=directory / SINGLE_FILE) from None
 
 
 def check_index(index: Mapping[str, str], config: ModelConfig, *, allow_missing: Sequence[str] = ()) -> dict[str, str]:
