@@ -373,8 +373,8 @@ def run_files_table(language: str) -> str:
     rows = [
         (run_directory.VERDICTS, "verdicts"), (run_directory.PROVENANCE, "provenance"), (run_directory.STACK, "stack"),
         (PAGE, "page"), (run.CONFIG, "config"), (run.RUN, "run"), (tracking.METRICS, "metrics"),
-        (tracking.GROUPS, "groups"), (tracking.TIMINGS, "timings"), (f"{BATCHES}/", "batches"), ("capture/", "capture"),
-        ("checkpoints/", "checkpoints"), ("rollout_dump/", "rollouts"), ("tensorboard/", "tensorboard"),
+        (tracking.GROUPS, "groups"), (tracking.TIMINGS, "timings"), (tracking.RANKS, "ranks"), (f"{BATCHES}/", "batches"),
+        ("capture/", "capture"), ("checkpoints/", "checkpoints"), ("rollout_dump/", "rollouts"), ("tensorboard/", "tensorboard"),
     ]  # fmt: skip
     return table(("file", "meaning"), [(code(name), say[key]) for name, key in rows], language)
 

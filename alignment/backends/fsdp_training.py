@@ -16,7 +16,7 @@ from alignment.backends.fsdp_model import (
     Piece, build_golden, build_transformers, check_names, decoder_blocks, pieces, recompute_activations, shard_rows,
 )  # fmt: skip
 from alignment.backends.golden_training import _read_tensors, require_finite
-from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, UpdateReport
+from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, UpdateReport, Workload
 from alignment.devices.base import Device
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically, write_json
@@ -150,7 +150,9 @@ class FsdpTrainingEngine:
         totals: dict[str, float] = {}
         error: InputError | None = None
         self._optimizer.zero_grad(set_to_none=True)
+        passes = 0
         for micro_batch, idle in self._in_step(micro_batches, stage):
+            passes += 1
             on_device = self._to_device(micro_batch)
             outputs = self._outputs(self._logits_of, on_device)
             value, metrics = loss(outputs, on_device)
@@ -175,7 +177,11 @@ class FsdpTrainingEngine:
         by_piece = self._norms(gradients, by_piece=True) if parameter_grad_norms else {}
         learning_rate = self._step(gradients, grad_norm)
         return UpdateReport(
-            metrics=totals, grad_norm=grad_norm, learning_rate=learning_rate, parameter_grad_norms=by_piece
+            metrics=totals,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            parameter_grad_norms=by_piece,
+            workload=Workload.of(micro_batches, passes=passes),
         )
 
     def _complete_gradients(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, SoleRank, UpdateReport
+from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, SoleRank, UpdateReport, Workload
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
 
@@ -167,6 +167,7 @@ class GoldenTrainingEngine:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             parameter_grad_norms=dict(zip(gradients, norms.tolist())) if parameter_grad_norms else {},
+            workload=Workload.of(micro_batches),
         )
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

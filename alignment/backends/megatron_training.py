@@ -16,7 +16,7 @@ from alignment.backends import megatron_dist_checkpoint, megatron_state
 from alignment.backends.golden_training import require_finite
 from alignment.backends.megatron_groups import MegatronGroups, context_order, join_groups
 from alignment.backends.megatron_model import BuildSettings, build_chunks, engine_scope, installed_version, naming_of
-from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, UpdateReport
+from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, UpdateReport, Workload
 from alignment.devices.base import Device
 from alignment.errors import InputError
 from alignment.models.config import ModelConfig
@@ -172,8 +172,19 @@ class MegatronTrainingEngine:
                 if parameter_grad_norms:
                     norms = {name: float(torch.linalg.vector_norm(g.float())) for name, g in self._gradients()}
             grad_norm, learning_rate = self._step(stage)
+        sizes = self.settings.sizes
+        workload = Workload.of(
+            shared,
+            passes=count,
+            pipeline_stages=sizes.pipeline_model_parallel_size,
+            pipeline_chunks=sizes.virtual,
+        )
         return UpdateReport(
-            metrics=totals, grad_norm=grad_norm, learning_rate=learning_rate, parameter_grad_norms=norms
+            metrics=totals,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            parameter_grad_norms=norms,
+            workload=workload,
         )
 
     def _step(self, stage: str) -> tuple[float, float]:

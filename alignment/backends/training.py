@@ -71,16 +71,47 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one optimizer step gave one rank to compute.
+
+    Attributes:
+        tokens: real tokens, prompt and response, of the rows that pass through the rank; where several ranks hold one
+            model, the rows of all of them.
+        micro_batches: passes of the rank, idle ones included.
+        pipeline_stages: ranks that hold one model's layers one after the other.
+        pipeline_chunks: pieces of each stage, interleaved.
+    """
+
+    tokens: int
+    micro_batches: int
+    pipeline_stages: int = 1
+    pipeline_chunks: int = 1
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch], *, passes: int | None = None, **pipeline: int) -> Workload | None:
+        """The workload of ``micro_batches``, which take as many passes unless it is said otherwise.
+
+        None where one has no ``attention_mask``: models that need none are trained too.
+        """
+        if not all("attention_mask" in batch for batch in micro_batches):
+            return None
+        tokens = sum(int((batch["attention_mask"] != 0).sum()) for batch in micro_batches)
+        return cls(tokens=tokens, micro_batches=len(micro_batches) if passes is None else passes, **pipeline)
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateReport:
     """One optimizer step: this rank's share of the additive ``metrics``, and what is equal on every rank.
 
-    ``grad_norm`` is the global norm before clipping; ``parameter_grad_norms`` is empty unless asked for.
+    ``grad_norm`` is the global norm before clipping; ``parameter_grad_norms`` is empty unless asked for; ``workload`` is
+    this rank's, None where an engine does not say.
     """
 
     metrics: Mapping[str, float]
     grad_norm: float
     learning_rate: float
     parameter_grad_norms: Mapping[str, float] = field(default_factory=dict)
+    workload: Workload | None = None
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ None of them needs a second run, so they are asked first and explain what the ax
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,8 @@ The deviation is an estimate itself, so the rate is one of the window: simulated
 WINDOW = LEAST = 20
 _MAD = 1.4826
 BUBBLE = 1 / 3
-"""Share of a pipeline's time that its ramps take, (p − 1) / (m + p − 1), from which more micro batches are advised."""
+"""Share of a pipeline's time that its ramps take, (p − 1) / (m + p − 1), from which more micro batches are advised: that of
+two stages with two micro batches, or of more stages with as many."""
 
 IMBALANCE = 1.25
 """Most tokens of a rank over the mean: the others wait for a fifth of the step."""
@@ -51,7 +52,7 @@ def find_failure_modes(run: RunData) -> list[FailureMode]:
     for step in run.recorded:
         for mode in _of_batch(run, run.batch(step), step):
             found.setdefault(mode.name, mode)
-    for mode in (*_spikes(run), *_bubble(run)):
+    for mode in (*_spikes(run), *_imbalance(run), *_bubble(run)):
         found.setdefault(mode.name, mode)
     return list(found.values())
 
@@ -161,18 +162,42 @@ def _megatron(run: RunData) -> bool:
 
 
 def _ranks(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]:
-    """Tokens per rank under the sharing the configuration asks for: whole consecutive shares without balancing."""
+    """Tokens per rank of a run that did not record them, under the sharing its configuration asks for: whole consecutive
+    shares without balancing. Ranks of this project that hold one model compute the rows of all of them.
+    """
     ranks = data_parallel(run)
-    if ranks < 2 or len(batch) % ranks or run.config.get("trainer.balance_batch"):
+    shared = run.engine != "verl" and _model_parallel(run) > 1
+    if run.workloads or shared or ranks < 2 or len(batch) % ranks or run.config.get("trainer.balance_batch"):
         return
-    tokens = _tokens(batch).reshape(ranks, -1).sum(1)
+    yield from _uneven(run, _tokens(batch).reshape(ranks, -1).sum(1), step)
+
+
+def _imbalance(run: RunData) -> Iterator[FailureMode]:
+    """Tokens that the updates really gave each rank."""
+    for step, by_rank in _updates(run):
+        yield from _uneven(run, np.array([rank["tokens"] for rank in by_rank]), step)
+
+
+def _uneven(run: RunData, tokens: np.ndarray, step: int) -> Iterator[FailureMode]:
     if tokens.max() > IMBALANCE * tokens.mean():
+        balanced = run.config.get("trainer.balance_batch")
         yield FailureMode(
             name="rank token imbalance",
             step=step,
             evidence=f"rank {int(tokens.argmax())} has {int(tokens.max())} tokens, the mean is {tokens.mean():.0f}; "
-            "trainer.balance_batch=true shares them out by length",
+            + (
+                "trainer.balance_batch is on: a few long samples outweigh the others"
+                if balanced
+                else "trainer.balance_batch=true shares them out by length"
+            ),
         )
+
+
+def _updates(run: RunData) -> Iterator[tuple[int, Sequence[Mapping[str, int]]]]:
+    """Step and what each rank had to compute, of every update of a run that recorded it."""
+    for step in sorted(run.workloads):
+        for updates in run.workloads[step].values():
+            yield from ((step, by_rank) for by_rank in updates)
 
 
 def _memory(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]:
@@ -222,6 +247,26 @@ def _spikes(run: RunData) -> Iterator[FailureMode]:
 
 
 def _bubble(run: RunData) -> Iterator[FailureMode]:
+    """Updates whose ramps, the stages' waiting for the first micro batch and after the last, take too much of them."""
+    if not run.workloads:
+        yield from _configured_bubble(run)
+    for step, (rank, *_) in _updates(run):
+        yield from _ramp(rank["pipeline_stages"], rank["pipeline_chunks"], rank["micro_batches"], step)
+
+
+def _ramp(stages: int, chunks: int, count: int, step: int) -> Iterator[FailureMode]:
+    ramp = (stages - 1) / chunks
+    share = ramp / (count + ramp)
+    if share >= BUBBLE:
+        yield FailureMode(
+            name="pipeline bubble",
+            step=step,
+            evidence=f"{stages} stages and {count} micro batches: {share:.0%} of an update is ramp",
+        )
+
+
+def _configured_bubble(run: RunData) -> Iterator[FailureMode]:
+    """By the configuration, of a run that did not record its micro batches."""
     config = run.config
     stages = int(config.get(f"{_ACTOR}megatron.pipeline_model_parallel_size") or 1)
     if stages < 2 or not _megatron(run):
@@ -235,11 +280,4 @@ def _bubble(run: RunData) -> Iterator[FailureMode]:
     if run.engine != "verl":
         # Ranks that hold one model run the micro batches of all of them through it.
         count *= _model_parallel(run)
-    ramp = (stages - 1) / chunks
-    share = ramp / (count + ramp)
-    if share > BUBBLE:
-        yield FailureMode(
-            name="pipeline bubble",
-            step=min(run.metrics, default=0),
-            evidence=f"{stages} stages and {count} micro batches: {share:.0%} of an update is ramp",
-        )
+    yield from _ramp(stages, chunks, count, min(run.metrics, default=0))

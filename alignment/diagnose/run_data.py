@@ -12,7 +12,7 @@ from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, recorded_steps
 from alignment.rl.config import flatten
-from alignment.rl.tracking import METRICS, RUN, read_series
+from alignment.rl.tracking import METRICS, RANKS, RUN, read_series
 
 PLACES = ("trainer.", "data.train_files", "data.val_files", "ray_kwargs.", "hydra.", "model.path")
 
@@ -38,6 +38,16 @@ class RunData:
     def recorded(self) -> tuple[int, ...]:
         """Steps whose batches are there."""
         return tuple(recorded_steps(self.directory))
+
+    @cached_property
+    def workloads(self) -> Mapping[int, Mapping[str, Sequence[Sequence[Mapping[str, int]]]]]:
+        """What each rank had to compute (:class:`alignment.backends.training.Workload`): step → stage → update → rank.
+
+        Empty where a run did not record it, as verl's do not.
+        """
+        path = self.directory / RANKS
+        lines = read_series(path) if path.is_file() else []
+        return {line["step"]: {stage: told for stage, told in line.items() if stage != "step"} for line in lines}
 
     @property
     def world_size(self) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from alignment.backends.training import UpdateReport
 from alignment.rl import checkpoint
 from alignment.rl.batch import Batch
 from alignment.rl.config import RunConfig
@@ -65,6 +67,7 @@ class Driver:
         self.progress = progress or Silence()
         self.step = 0
         self.timings: dict[str, float] = {}
+        self.workloads: dict[str, list[list[dict[str, int]]]] = {}
 
     def fit(self, tracker: Tracker) -> None:
         """Trains from the present step to the last one; every finished step goes to ``tracker``."""
@@ -72,10 +75,12 @@ class Driver:
             self._before_first_step()
         while self.step < self.total_steps:
             self.step += 1
-            self.timings = {}
+            self.timings, self.workloads = {}, {}
             with self._timed("step"):
                 metrics, groups = self._train_step()
-            tracker.log(self.step, metrics=metrics, groups=groups, timings=self.timings)
+            tracker.log(
+                self.step, metrics=metrics, groups=groups, timings=self.timings, workloads=self.workloads
+            )
             self._save_if_due()
             self.progress.on_step(self.step, self.total_steps, metrics, self.timings)
 
@@ -141,6 +146,12 @@ class Driver:
 
         with self._timed("save"):
             checkpoint.save(self.checkpoints, self.step, state=state, write=write)
+
+    def _note_workloads(self, stage: str, reports: Sequence[UpdateReport]) -> None:
+        """Keeps what one update gave each rank to compute, where the engine says so."""
+        if all(report.workload is not None for report in reports):
+            by_rank = [dataclasses.asdict(report.workload) for report in reports]
+            self.workloads.setdefault(stage, []).append(by_rank)
 
     def _distinct_groups(self) -> list[WorkerGroup]:
         return list({id(g): g for g in self.groups.values()}.values())

@@ -191,7 +191,9 @@ class GkdTrainer(Driver):
         counts = count(batch)
         with self._timed("update_student"):
             by_rank: list[StudentUpdate] = self.groups["actor"].call("update_student", batch, counts=counts)
-        metrics = one_update("student", [answer.report for answer in by_rank])
+        reports = [answer.report for answer in by_rank]
+        self._note_workloads("update_student", reports)
+        metrics = one_update("student", reports)
         per_sample = {uid: sums for answer in by_rank for uid, sums in answer.samples.items()}
         return {**metrics, "student/tokens": float(counts.tokens)}, per_sample
 

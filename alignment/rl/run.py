@@ -76,8 +76,9 @@ def run_dapo(
 ) -> RunResult:
     """A whole training run in ``run_dir``.
 
-    Writes ``config.json``, ``run.json``, ``metrics.jsonl``, ``groups.jsonl``, ``timings.jsonl`` and, where asked,
-    ``tensorboard/``; checkpoints go to ``trainer.default_local_dir`` (below ``run_dir`` unless absolute).
+    Writes ``config.json``, ``run.json``, ``metrics.jsonl``, ``groups.jsonl``, ``timings.jsonl``, ``ranks.jsonl``
+    and, where asked, ``tensorboard/``; checkpoints go to ``trainer.default_local_dir`` (below ``run_dir`` unless
+    absolute).
 
     Args:
         config: the configuration.

@@ -11,18 +11,19 @@ from typing import Any
 from alignment.errors import InputError
 from alignment.files import write_atomically
 
-METRICS, GROUPS, TIMINGS = "metrics.jsonl", "groups.jsonl", "timings.jsonl"
+METRICS, GROUPS, TIMINGS, RANKS = "metrics.jsonl", "groups.jsonl", "timings.jsonl", "ranks.jsonl"
 RUN = "run.json"
 """What a run is: seed, device, layout, what made it."""
 
-SERIES = (METRICS, GROUPS, TIMINGS)
+SERIES = (METRICS, GROUPS, TIMINGS, RANKS)
 
 
 class Tracker:
-    """Appends to ``metrics.jsonl``, ``groups.jsonl`` and ``timings.jsonl`` of a run, and to TensorBoard where asked.
+    """Appends to the :data:`SERIES` of a run, and to TensorBoard where asked.
 
     Floats keep full precision and keys are sorted, so two equal runs write equal bytes. Timings differ between equal
-    runs and therefore have a file of their own. Every line is flushed when its step ends.
+    runs, and what each rank had to compute between equal runs on other numbers of ranks, and therefore have files of
+    their own. Every line is flushed when its step ends.
 
     Args:
         directory: the directory of the run.
@@ -40,9 +41,15 @@ class Tracker:
         self._board = _tensorboard_writer(self.directory / "tensorboard", resume_step) if tensorboard else None
 
     def log(
-        self, step: int, *, metrics: Mapping[str, float], groups: Mapping[str, Any], timings: Mapping[str, float]
+        self,
+        step: int,
+        *,
+        metrics: Mapping[str, float],
+        groups: Mapping[str, Any],
+        timings: Mapping[str, float],
+        workloads: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes the lines of one finished step.
+        """Writes the lines of one finished step; ``workloads`` stage → update → rank, JSON-ready, where they are known.
 
         Raises:
             InputError: a metric is not finite; nothing of the step is written.
@@ -52,7 +59,8 @@ class Tracker:
                 raise InputError(
                     "a metric is not finite", where=f"step {step} · {name}", expected="a finite number", found=value
                 )
-        for name, line in ((METRICS, metrics), (GROUPS, groups), (TIMINGS, {"seconds": timings})):
+        lines = {METRICS: metrics, GROUPS: groups, TIMINGS: {"seconds": timings}}
+        for name, line in (lines | {RANKS: workloads} if workloads else lines).items():
             text = json.dumps({"step": step, **line}, sort_keys=True, allow_nan=False)
             self._files[name].write(text + "\n")
             self._files[name].flush()

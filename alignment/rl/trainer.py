@@ -209,7 +209,9 @@ class DapoTrainer(Driver):
                 minis = mini_batches(len(batch), size, order=order).split(batch)
                 counts = [Counts.of(mini["response_mask"]) for mini in minis]
                 by_rank = self.groups[role].call(stage, Batch.concat(minis), mini_batches=len(minis), counts=counts)
-                updates += [one_update(role, reports) for reports in zip(*by_rank, strict=True)]
+                for reports in zip(*by_rank, strict=True):
+                    self._note_workloads(stage, reports)
+                    updates.append(one_update(role, reports))
         return mean_over_updates(updates)
 
 def group_statistics(

@@ -109,6 +109,18 @@ def config(root: Path, **changes) -> TrainConfig:
     return TrainConfig.from_dict(unflatten(tree))
 
 
+def every_second_long(root: Path, directory: Path) -> dict[str, object]:
+    """The same prompts, unshuffled, every second one four times as long; as changes of :func:`config`."""
+    prompts = PromptSet.load(root / "prompts.json")
+    changed = [dataclasses.replace(p, token_ids=p.token_ids * 4) if i % 2 == 0 else p for i, p in enumerate(prompts)]
+    PromptSet(changed, tokenizer_hash=prompts.tokenizer_hash).save(directory / "uneven")
+    return {
+        "data__train_files": [str(directory / "uneven.json")],
+        "data__max_prompt_length": 40,
+        "data__shuffle": False,
+    }
+
+
 def halve_the_softmax_scale() -> None:
     """A worker setup that breaks the attention of every model in its process."""
     from alignment.models import mla

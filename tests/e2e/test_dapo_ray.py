@@ -7,10 +7,13 @@ import dapo_world
 import pytest
 import torch
 
+from alignment.diagnose.failure_modes import IMBALANCE, find_failure_modes
+from alignment.diagnose.run_stages import open_run
+from alignment.diagnose.triage import triage
 from alignment.errors import InputError
 from alignment.rl.ray_executor import RayExecutor
 from alignment.rl.run import run_dapo
-from alignment.rl.tracking import GROUPS, METRICS
+from alignment.rl.tracking import GROUPS, METRICS, RANKS, read_series
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -33,6 +36,17 @@ def in_process(world, tmp_path_factory):
     return run_dapo(dapo_world.config(world, **REFERENCE_AND_CRITIC), run_dir=tmp_path_factory.mktemp("in_process"))
 
 
+@pytest.fixture(scope="module")
+def uneven(world, tmp_path_factory):
+    """Changes of the configuration under which every update has a long prompt, which comes first, and a short one."""
+    changes = dapo_world.every_second_long(world, tmp_path_factory.mktemp("uneven"))
+    return {**changes, "actor_rollout_ref__actor__ppo_mini_batch_size": 2, "trainer__record_batches": True}
+
+
+def modes(result) -> list[str]:
+    return [mode.name for mode in find_failure_modes(open_run(result.directory))]
+
+
 @pytest.mark.parametrize("colocate", [True, False], ids=["colocated", "separate"])
 def test_workers_in_other_processes_write_the_same_bytes(world, in_process, tmp_path, colocate):
     settings = dapo_world.config(world, trainer__colocate=colocate, **REFERENCE_AND_CRITIC)
@@ -40,14 +54,16 @@ def test_workers_in_other_processes_write_the_same_bytes(world, in_process, tmp_
     assert series(result) == series(in_process)
 
 
-def test_two_ranks_are_one_rank_with_two_micro_batches_bit_for_bit(world, tmp_path):
+def test_two_ranks_are_one_rank_with_two_micro_batches_bit_for_bit(world, uneven, tmp_path):
     """A rank's share is one micro batch: gradients meet as g₀ + g₁ either way, so not even rounding differs.
 
-    Only the engine generates 16 rows in place of 32 at a time, so its own log-probs may round otherwise.
+    Only the engine generates 16 rows in place of 32 at a time, so its own log-probs may round otherwise. The first rank
+    has the long prompts, so it has more to do, and triage says so; nothing else is wrong with the run.
     """
     micro = {
+        **uneven,
         "actor_rollout_ref__actor__use_dynamic_bsz": False,
-        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 16,
+        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 8,
     }
     one = run_dapo(dapo_world.config(world, **micro), run_dir=tmp_path / "one")
     two = run_dapo(dapo_world.config(world, **micro, **TWO), run_dir=tmp_path / "two", executor="ray")
@@ -56,13 +72,23 @@ def test_two_ranks_are_one_rank_with_two_micro_batches_bit_for_bit(world, tmp_pa
             k: v for k, v in b.items() if "rollout_" not in k
         }
     assert one.curve.curve("reward") == two.curve.curve("reward")
+    assert modes(one) == []
+    found = triage(two.directory, one.directory)
+    assert [(mode.name, mode.step) for mode in found.modes] == [("rank token imbalance", 1)]
+    [[first, second], _] = read_series(two.directory / RANKS)[0]["update_actor"]
+    mean = (first["tokens"] + second["tokens"]) / 2
+    assert first["tokens"] > IMBALANCE * mean
+    assert found.modes[0].evidence == (
+        f"rank 0 has {first['tokens']} tokens, the mean is {mean:.0f}; "
+        "trainer.balance_batch=true shares them out by length"
+    )
+    assert (found.causes, found.first, found.exit_code) == ((), None, 1)
 
 
-def test_balanced_ranks_give_the_same_run_up_to_the_order_of_sums(world, tmp_path):
-    minis = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2}
-    one = run_dapo(dapo_world.config(world, **DOUBLE, **minis), run_dir=tmp_path / "one")
+def test_balanced_ranks_give_the_same_run_up_to_the_order_of_sums(world, uneven, tmp_path):
+    one = run_dapo(dapo_world.config(world, **DOUBLE, **uneven), run_dir=tmp_path / "one")
     two = run_dapo(
-        dapo_world.config(world, trainer__balance_batch=True, **DOUBLE, **minis, **TWO),
+        dapo_world.config(world, trainer__balance_batch=True, **DOUBLE, **uneven, **TWO),
         run_dir=tmp_path / "two",
         executor="ray",
     )
@@ -72,6 +98,8 @@ def test_balanced_ranks_give_the_same_run_up_to_the_order_of_sums(world, tmp_pat
         assert a["reward/before_filter"] == b["reward/before_filter"]
         for name in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/pg_scale"):
             assert abs(a[name] - b[name]) <= bound * max(abs(a[name]), a["actor/pg_scale"]), name
+    assert "rank token imbalance" not in modes(two)
+    assert triage(two.directory, one.directory).modes == ()
     # Without the sum over ranks the second rank's samples are lost, which is no rounding.
     assert one.metrics[0]["actor/grad_norm"] > 0
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import dapo_world
 import pytest
 
+from alignment.diagnose.failure_modes import find_failure_modes
+from alignment.diagnose.run_stages import open_run
+from alignment.diagnose.triage import triage
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.run import run_dapo
 from alignment.rl.tokenizer import train_tokenizer
-from alignment.rl.tracking import GROUPS, METRICS
+from alignment.rl.tracking import GROUPS, METRICS, RANKS, read_series
 
 pytestmark = pytest.mark.engine
 
@@ -33,6 +36,12 @@ SPREAD = {
     f"{MEGATRON}expert_model_parallel_size": 2, f"{MEGATRON}expert_tensor_parallel_size": 1,
     f"{MEGATRON}optimizer_cpu_offload": True, "engine__train": "megatron",
     "actor_rollout_ref__model__dtype": "bfloat16",
+}  # fmt: skip
+
+ACTOR = "actor_rollout_ref__actor__"
+PIPELINE = {
+    "trainer__n_gpus_per_node": 2, "trainer__total_training_steps": 1, "engine__train": "megatron",
+    f"{MEGATRON}pipeline_model_parallel_size": 2, f"{ACTOR}use_dynamic_bsz": False,
 }  # fmt: skip
 
 
@@ -179,3 +188,26 @@ def test_the_optimizer_state_matters(even_world, rollouts, straight, tmp_path):
         )
     assert run(even_world, rollouts[0], directory) == 0
     assert series(directory) != series(straight)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_too_few_micro_batches_for_a_pipeline_are_a_bubble(even_world, tmp_path):
+    """Each of two ranks has 16 rows: as one micro batch they make two for the two stages, as four they make eight."""
+    few, enough = (
+        run_dapo(
+            dapo_world.config(even_world, **PIPELINE, **{f"{ACTOR}ppo_micro_batch_size_per_gpu": size}),
+            run_dir=tmp_path / str(size),
+            executor="ray",
+        ).directory
+        for size in (16, 4)
+    )
+    for directory, count in ((few, 2), (enough, 8)):
+        workload = {"micro_batches": count, "pipeline_stages": 2, "pipeline_chunks": 1}
+        [by_rank] = read_series(directory / RANKS)[0]["update_actor"]
+        assert [{**rank, **workload} for rank in by_rank] == by_rank
+    assert find_failure_modes(open_run(enough)) == []
+    found = triage(few, enough)
+    assert [(mode.name, mode.evidence) for mode in found.modes] == [
+        ("pipeline bubble", "2 stages and 2 micro batches: 33% of an update is ramp")
+    ]
+    assert found.causes[0].cause == "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"

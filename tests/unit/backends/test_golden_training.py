@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alignment.backends.golden_training import GoldenTrainingEngine, adamw_step, require_finite
-from alignment.backends.training import OptimizerConfig, TrainingEngine
+from alignment.backends.training import OptimizerConfig, TrainingEngine, Workload
 from alignment.errors import InputError
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
@@ -56,6 +56,13 @@ def weights(engine: GoldenTrainingEngine) -> dict[str, torch.Tensor]:
 
 def test_the_engine_keeps_the_protocol():
     assert isinstance(engine(), TrainingEngine)
+
+
+def test_an_update_says_what_it_computed():
+    """Padding is no work: five positions of the rows are none."""
+    parts = [micro_batch(slice(0, 1)), micro_batch(slice(1, None))]
+    report = engine().update(parts, token_mean(TOKENS), stage="update_actor")
+    assert report.workload == Workload(tokens=SAMPLES * (PROMPT + RESPONSE) - 5, micro_batches=2)
 
 
 def test_log_prob_is_of_the_token_the_logits_predict():

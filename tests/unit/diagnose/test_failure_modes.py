@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from alignment.diagnose.failure_modes import LEAST, SPIKE, WINDOW, data_parallel, find_failure_modes
 from alignment.diagnose.run_stages import RunData
 from alignment.rl.batch_record import BatchRecord, batch_path, write_batch
+from alignment.rl.tracking import RANKS
 
 SAMPLES, PROMPT, RESPONSE = 16, 6, 8
 STEPS = 26
@@ -203,11 +205,48 @@ def test_the_bubble_counts_the_micro_batches_of_a_replica(tmp_path, engine, micr
     assert [mode.evidence for mode in modes] == expected
 
 
-def test_ranks_of_one_model_have_no_imbalance_in_verl(tmp_path):
-    config = {"trainer.n_gpus_per_node": 2, f"{ACTOR}megatron.tensor_model_parallel_size": 2}
-    ours = a_run(tmp_path, config=config, **long_and_short())
-    assert [mode.name for mode in find_failure_modes(ours)] == ["rank token imbalance"]
-    assert find_failure_modes(dataclasses.replace(ours, engine="verl")) == []
+@pytest.mark.parametrize("engine", ["verl", "alignment"])
+def test_ranks_of_one_model_have_no_imbalance(tmp_path, engine):
+    config = {"trainer.n_gpus_per_node": 2}
+    two = dataclasses.replace(a_run(tmp_path, config=config, **long_and_short()), engine=engine)
+    assert [mode.name for mode in find_failure_modes(two)] == ["rank token imbalance"]
+    one = {**config, f"{ACTOR}megatron.tensor_model_parallel_size": 2}
+    assert find_failure_modes(dataclasses.replace(two, config=one)) == []
+
+
+def recorded(directory: Path, *by_rank: dict[str, int], **changes) -> RunData:
+    """A run whose second update gave its ranks ``by_rank``; its first one was even."""
+    run, even = a_run(directory, **changes), {"micro_batches": 8, "pipeline_stages": 1, "pipeline_chunks": 1}
+    updates = [[{"tokens": 100, **even}] * len(by_rank), [{"tokens": 100, **even, **rank} for rank in by_rank]]
+    (directory / RANKS).write_text(json.dumps({"step": 3, "update_actor": updates}) + "\n")
+    return run
+
+
+@pytest.mark.parametrize(
+    "balanced, hint",
+    [
+        (False, "trainer.balance_batch=true shares them out by length"),
+        (True, "trainer.balance_batch is on: a few long samples outweigh the others"),
+    ],
+)
+def test_what_the_ranks_really_had_decides(tmp_path, balanced, hint):
+    """Whatever the configuration promises, and whatever the batch would be in other shares."""
+    config = {"trainer.n_gpus_per_node": 2, "trainer.balance_batch": balanced}
+    (mode,) = find_failure_modes(recorded(tmp_path, {"tokens": 170}, {"tokens": 100}, config=config))
+    assert (mode.name, mode.step) == ("rank token imbalance", 3)
+    assert mode.evidence == f"rank 0 has 170 tokens, the mean is 135; {hint}"
+    assert find_failure_modes(recorded(tmp_path, {"tokens": 166}, {"tokens": 100}, config=config, **long_and_short())) == []
+
+
+def test_the_micro_batches_that_ran_decide_about_the_bubble(tmp_path):
+    """The configuration asks for one micro batch; the record says how many there were."""
+    stages = {"pipeline_stages": 4, "micro_batches": 6}
+    (mode,) = find_failure_modes(recorded(tmp_path / "few", *[stages] * 4, config=STAGED))
+    assert (mode.name, mode.step) == ("pipeline bubble", 3)
+    assert mode.evidence == "4 stages and 6 micro batches: 33% of an update is ramp"
+    assert find_failure_modes(recorded(tmp_path / "more", *[{**stages, "micro_batches": 7}] * 4, config=STAGED)) == []
+    chunks = {**stages, "pipeline_chunks": 2}
+    assert find_failure_modes(recorded(tmp_path / "interleaved", *[chunks] * 4, config=STAGED)) == []
 
 
 def test_what_is_not_finite_is_a_spike(tmp_path):

@@ -67,7 +67,7 @@ class Series:
     def __init__(self) -> None:
         self.on_policy: list[bool] = []
 
-    def log(self, step, *, metrics, groups, timings) -> None:
+    def log(self, step, *, metrics, groups, timings, workloads) -> None:
         assert len(self.on_policy) < step
         self.on_policy.append(bool(metrics["student/on_policy"]))
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from alignment.errors import InputError
-from alignment.rl.tracking import GROUPS, METRICS, SERIES, TIMINGS, Tracker, keep_steps, read_series
+from alignment.rl.tracking import GROUPS, METRICS, RANKS, SERIES, TIMINGS, Tracker, keep_steps, read_series
 
 
 def write_steps(directory, steps, *, resume_step=0, value=lambda step: 0.1 * step):
@@ -17,6 +17,7 @@ def write_steps(directory, steps, *, resume_step=0, value=lambda step: 0.1 * ste
             metrics={"actor/pg_loss": value(step)},
             groups={"prompt_ids": ["a"]},
             timings={"rollout": step / 7, "step": 3},
+            workloads={"update_actor": [[{"tokens": step}, {"tokens": 2}]]},
         )
     tracker.close()
 
@@ -28,12 +29,14 @@ def test_floats_keep_their_bits_and_timings_have_their_own_file(tmp_path):
     assert "rollout" not in (tmp_path / METRICS).read_text()
     assert read_series(tmp_path / TIMINGS)[0] == {"step": 1, "seconds": {"rollout": 1 / 7, "step": 3}}
     assert read_series(tmp_path / GROUPS)[2] == {"step": 3, "prompt_ids": ["a"]}
+    assert read_series(tmp_path / RANKS)[1] == {"step": 2, "update_actor": [[{"tokens": 2}, {"tokens": 2}]]}
 
 
 def test_every_step_is_on_disk_when_it_ends(tmp_path):
     tracker = Tracker(tmp_path)
     tracker.log(1, metrics={"a": 1.0}, groups={}, timings={})
     assert read_series(tmp_path / METRICS) == [{"step": 1, "a": 1.0}]
+    assert read_series(tmp_path / RANKS) == []
     tracker.close()
 
 
