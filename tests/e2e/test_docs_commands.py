@@ -100,6 +100,7 @@ GIVEN = {
         """,
     ),
     "docs/how-to/your-own-verl-run.md": Given(words={"CHECKPOINT": CHECKPOINT}),
+    "docs/report.md": Given(before=f"{SHORT_RUN} runs/gpu; cp -r runs/gpu runs/npu"),
     "docs/verl.md": Given(words={"FOLDER": "runs/a/verl"}),
 }
 
