@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from alignment.cli.options import BASELINES
@@ -47,6 +49,27 @@ def test_baselines_of_this_machine_and_of_none(found, tmp_path):
 def test_the_stack_names_what_is_missing_too(found):
     assert tuple(found["stack"]) == STACK
     assert found["stack"]["torch"]
+
+
+def test_switches_that_change_bits_are_told_as_they_are(monkeypatch, tmp_path, found):
+    told = ("deterministic_algorithms", "float32_matmul_precision", "cuda_allow_tf32", "threads")
+    assert set(told) <= set(found["determinism"])
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "strict")
+    torch.use_deterministic_algorithms(True)
+    try:
+        switched = examine(tmp_path)["determinism"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (switched["HCCL_DETERMINISTIC"], switched["deterministic_algorithms"]) == ("strict", True)
+    text = io.StringIO()
+    print_examination(Console(file=text, width=400), {**found, "determinism": switched})
+    assert "HCCL_DETERMINISTIC=strict" in text.getvalue()
+
+
+def test_contributors_are_told_on_a_page_what_the_doctor_says(found):
+    page = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert page.count("\n") < 100 and "alignment doctor --json" in page
+    assert set(found) == {"devices", "subjects", "engines", "stack", "determinism", "baselines"}
 
 
 def test_it_prints_and_is_json(found):
