@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,14 @@ import torch
 from alignment.diagnose.axes.software import COMMUNICATION
 from alignment.diagnose.collective_record import RECORD, CollectiveRecorder, load_records, remove_records
 from alignment.diagnose.collective_replay import Replay, replay
+from alignment.diagnose.trained_role import Policy, TrainedRole
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
 from alignment.models.config import ModelConfig
 from alignment.numerics.budget import unit_roundoff
-from alignment.numerics.random import portable_integers, portable_normal, portable_uniform
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
-from alignment.rl.aggregation import Counts
 from alignment.rl.batch import Batch
-from alignment.rl.config import MegatronConfig, TrainConfig
+from alignment.rl.config import MegatronConfig, RunConfig
 from alignment.rl.executor import Executor, InProcessExecutor, Placement
 from alignment.rl.observers import ObserverSpec
 from alignment.rl.worker import DTYPES, Worker, WorkerSetting
@@ -42,11 +41,7 @@ LIMIT = COMMUNICATION
 """Relative difference of loss or gradient norm between one process and many that convicts communication: the field's
 rule (DeepSeek-V3 on Atlas, one machine with gradient accumulation against several with the same global batch)."""
 
-SEED = 20_241_201
-STAGE = "update_actor"
 FACTS = "facts_rank_{rank}.json"
-_STILL = torch.finfo(torch.float32).tiny
-"""A learning rate has to be positive; a weight plus this is the weight."""
 
 MICRO_BATCHES = 2
 """Of every rank, so that accumulation and communication both add."""
@@ -108,6 +103,8 @@ class CommunicationTest:
     replay: Replay
     engine: str
     device: str
+    role: str = ""
+    stage: str = Policy.stage
 
     @property
     def loss_difference(self) -> float:
@@ -129,7 +126,7 @@ class CommunicationTest:
 
     def verdicts(self) -> list[Verdict]:
         """Loss, gradient norm and collectives."""
-        make = partial(Verdict, layer="layer", stage=STAGE, subject=self.engine, device=self.device)
+        make = partial(Verdict, layer="layer", stage=self.stage, subject=self.engine, device=self.device)
         named = self.replay.first
         found = [
             self._difference(make, "loss", self.loss_difference, self.noise.loss, self.one.loss, self.many.loss),
@@ -150,20 +147,22 @@ class CommunicationTest:
             others = f"; {len(self.replay.wrong) - 1} later ones are wrong too" if len(self.replay.wrong) > 1 else ""
             found.append(
                 make(
-                    check="communication/collectives",
+                    check=self._check("collectives"),
                     outcome=Outcome.FAIL,
                     reason=f"{named}{others}",
-                    where=Divergence(stage=STAGE, module=named.op, quantity=f"call {named.index}", detail=named.place),
+                    where=Divergence(
+                        stage=self.stage, module=named.op, quantity=f"call {named.index}", detail=named.place
+                    ),
                     next_command=_next(named.cause, named.rank),
                 )
             )
         elif left or not judged:
             reason = f"not judged: {left}" if left else "no collective was recorded"
-            found.append(make(check="communication/collectives", outcome=Outcome.INCONCLUSIVE, reason=reason))
+            found.append(make(check=self._check("collectives"), outcome=Outcome.INCONCLUSIVE, reason=reason))
         else:
             found.append(
                 make(
-                    check="communication/collectives",
+                    check=self._check("collectives"),
                     outcome=Outcome.PASS,
                     reason=f"{kinds}: {self.replay.elements} elements are what the inputs of all ranks say",
                     measures=(measure,),
@@ -171,6 +170,9 @@ class CommunicationTest:
             )
         order = {Outcome.FAIL: 0, Outcome.INCONCLUSIVE: 1}
         return sorted(found, key=lambda verdict: order.get(verdict.outcome, 2))
+
+    def _check(self, name: str) -> str:
+        return "/".join(part for part in ("communication", self.role, name) if part)
 
     def _difference(
         self, make: Callable[..., Verdict], name: str, value: float, noise: float, one: float, many: float
@@ -185,7 +187,7 @@ class CommunicationTest:
         )
         if measure.within:
             return make(
-                check=f"communication/{name}", outcome=Outcome.PASS, reason=f"{told}; {beside}", measures=(measure,)
+                check=self._check(name), outcome=Outcome.PASS, reason=f"{told}; {beside}", measures=(measure,)
             )
         parameter = self.furthest()
         where = ""
@@ -193,7 +195,7 @@ class CommunicationTest:
             where = f"; the gradient of {parameter[0]} changed most, by {parameter[1]:.1%} of the whole norm"
         right = self.replay.first is None
         return make(
-            check=f"communication/{name}",
+            check=self._check(name),
             outcome=Outcome.FAIL,
             reason=f"communication: {told}; {beside}{where}",
             measures=(measure,),
@@ -206,6 +208,7 @@ class CommunicationTest:
     def to_dict(self) -> dict[str, Any]:
         noise = {**dataclasses.asdict(self.noise), "loss": self.noise.loss, "grad_norm": self.noise.grad_norm}
         return {
+            "role": self.role or "actor",
             "engine": self.engine,
             "device": self.device,
             "limit": LIMIT,
@@ -219,11 +222,12 @@ class CommunicationTest:
 
 
 def one_against_many(
-    config: TrainConfig,
+    config: RunConfig,
     *,
     executor: Executor,
     directory: Path,
     device: str,
+    role: TrainedRole | None = None,
     rows: int | None = None,
     reference: Executor | None = None,
     progress: Callable[[str], None] = lambda line: None,
@@ -236,19 +240,21 @@ def one_against_many(
         executor: where the ranks live; they must see ``directory``.
         directory: gets the records.
         device: as in :class:`~alignment.rl.worker.WorkerSetting`.
+        role: what makes the step, of :func:`~alignment.diagnose.trained_role.roles_of`; the policy by default.
         rows: of the batch; :data:`MICRO_BATCHES` micro batches for every rank by default.
         reference: where the one process lives; here by default.
 
     Raises:
-        InputError: one rank only, or rows that cannot be shared out.
+        InputError: one rank only, rows that cannot be shared out, or a step without a gradient.
     """
     ranks = config.dp_size
     if ranks < 2:
         raise InputError(
             "communication takes two", where="trainer.n_gpus_per_node", expected=">= 2 ranks", found=f"{ranks}"
         )
-    config = comparable(config)
-    micro = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+    role = role or Policy()
+    config = role.comparable(config)
+    micro = role.micro_batch(config)
     rows = rows or ranks * MICRO_BATCHES * micro
     if rows % (ranks * micro):
         raise InputError(
@@ -257,26 +263,24 @@ def one_against_many(
     directory = Path(directory)
     alone = single(config)
     model = _model(config)
-    with _started(reference or InProcessExecutor(), alone, device, directory / "one", record=False) as group:
+    with _started(reference or InProcessExecutor(), alone, device, directory / "one", role, record=False) as group:
         progress("one process")
-        batch = drawn_batch(config, model, rows=rows)
-        batch = group.call("old_log_prob", batch)
-        batch = _moved(batch)
-        counts = Counts.of(batch["response_mask"])
+        batch = role.prepare(group, role.draw(config, model, rows=rows))
         # First the whole: engines that step change their state, and only this step is compared.
-        one = _step(group, batch, counts, directory / "one")
-        progress("one process: micro batches")
-        parts = [
-            _step(group, batch[slice(start, start + micro)], counts, directory / "one")
-            for start in range(0, rows, micro)
-        ]
+        one = _step(group, role, batch, batch, directory / "one")
+        if not one.grad_norm:
+            raise InputError("the step has no gradient: there is nothing to compare", where=role.stage)
+        parts = []
+        for start in range(0, rows, micro):
+            progress(f"one process: micro batch {start // micro + 1} of {rows // micro}")
+            parts.append(_step(group, role, batch[slice(start, start + micro)], batch, directory / "one"))
         label = group.call("describe")[0]["device"]
-    with _started(executor, config, device, directory / "many", record=True) as group:
+    with _started(executor, config, device, directory / "many", role, record=True) as group:
         progress(f"{ranks} ranks")
         try:
-            many = _step(group, batch, counts, directory / "many")
+            many = _step(group, role, batch, batch, directory / "many")
         except Exception as error:
-            raise _unfinished(directory / "many", error) from error
+            raise _unfinished(directory / "many", error, role.stage) from error
     progress("replay")
     return CommunicationTest(
         one=one,
@@ -285,32 +289,12 @@ def one_against_many(
         replay=replay(load_records(directory / "many")),
         engine=config.engine.train,
         device=label,
+        role=role.name,
+        stage=role.stage,
     )
 
 
-def comparable(config: TrainConfig) -> TrainConfig:
-    """``config`` with micro batches that are the same rows however they are shared out, and weights that stay."""
-    policy = config.actor_rollout_ref
-    actor = dataclasses.replace(
-        policy.actor,
-        use_dynamic_bsz=False,
-        ppo_micro_batch_size_per_gpu=policy.actor.ppo_micro_batch_size_per_gpu or 1,
-        optim=dataclasses.replace(policy.actor.optim, lr=_STILL, weight_decay=0.0, lr_warmup_steps=0),
-    )
-    rollout = dataclasses.replace(
-        policy.rollout,
-        log_prob_use_dynamic_bsz=False,
-        log_prob_micro_batch_size_per_gpu=actor.ppo_micro_batch_size_per_gpu,
-    )
-    ref = dataclasses.replace(
-        policy.ref, log_prob_use_dynamic_bsz=False, log_prob_micro_batch_size_per_gpu=actor.ppo_micro_batch_size_per_gpu
-    )
-    trainer = dataclasses.replace(config.trainer, balance_batch=False, save_freq=0, resume_mode="disable")
-    policy = dataclasses.replace(policy, actor=actor, rollout=rollout, ref=ref)
-    return dataclasses.replace(config, actor_rollout_ref=policy, trainer=trainer)
-
-
-def single(config: TrainConfig) -> TrainConfig:
+def single(config: RunConfig) -> RunConfig:
     """``config`` for one process: no parallel sizes."""
     actor = config.actor_rollout_ref.actor
     sizes = {f.name: f.default for f in dataclasses.fields(MegatronConfig) if f.name.endswith("_size")}
@@ -325,55 +309,17 @@ def single(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, actor_rollout_ref=policy, trainer=trainer)
 
 
-def drawn_batch(config: TrainConfig, model: ModelConfig, *, rows: int) -> Batch:
-    """``rows`` prompts and responses of different lengths, with advantages that do not cancel."""
-    prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    draw = partial(portable_integers, seed=SEED)
-    ids = draw(0, model.vocab_size, (rows, prompt + response), stream="communication/ids")
-    padding = draw(0, max(1, prompt // 2), (rows,), stream="communication/prompts").tolist()
-    cut = draw(0, max(1, response // 2), (rows,), stream="communication/responses").tolist()
-    mask = torch.ones(rows, prompt + response, dtype=torch.int64)
-    for row in range(rows):
-        mask[row, : padding[row]] = 0
-        mask[row, prompt + response - cut[row] :] = 0
-    return Batch(
-        {
-            "prompts": ids[:, :prompt],
-            "prompt_mask": mask[:, :prompt],
-            "responses": ids[:, prompt:],
-            "response_mask": mask[:, prompt:],
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-            "advantages": 0.5
-            + portable_uniform((rows, response), seed=SEED, stream="communication/advantages", dtype=torch.float32),
-        },
-        meta={"uid": [str(row) for row in range(rows)]},
-        info={"step": 1},
-    )
-
-
-def _moved(batch: Batch) -> Batch:
-    """Old log-probs a little off the policy's: with a ratio of 1 the loss would not depend on the weights."""
-    old = batch["old_log_probs"]
-    noise = portable_normal(tuple(old.shape), seed=SEED, stream="communication/old", dtype=torch.float32)
-    fields = {name: batch[name] for name in batch.tensors if name not in ("old_log_probs", "entropys")}
-    moved = old + 0.05 * noise.to(old)
-    return Batch({**fields, "old_log_probs": moved, "ref_log_prob": old}, meta=batch.meta, info=batch.info)
-
-
-def _step(group: Any, batch: Batch, counts: Counts, directory: Path) -> Step:
-    answers = group.call(STAGE, batch, mini_batches=1, counts=[counts])
-    reports = [of_rank[0] for of_rank in answers]
+def _step(group: Any, role: TrainedRole, batch: Batch, whole: Batch, directory: Path) -> Step:
+    reports = role.update(group, batch, whole)
     return Step(
         ranks=len(reports),
-        loss=math.fsum(float(report.metrics["actor/loss"]) for report in reports),
+        loss=math.fsum(float(report.metrics[role.loss]) for report in reports),
         grad_norms=tuple(report.grad_norm for report in reports),
         parameters=read_json(directory / FACTS.format(rank=0))["parameter_grad_norms"],
     )
 
 
-def _unfinished(directory: Path, error: Exception) -> Exception:
+def _unfinished(directory: Path, error: Exception, stage: str) -> Exception:
     """What to raise where the ranks failed: with the first collective that says why, if one does."""
     try:
         first = replay(load_records(directory)).first
@@ -383,7 +329,7 @@ def _unfinished(directory: Path, error: Exception) -> Exception:
         return error
     return InputError(
         "the ranks did not finish the step",
-        where=STAGE,
+        where=stage,
         expected="every collective right",
         found=str(first),
         next_step=_next(first.cause, first.rank),
@@ -391,16 +337,20 @@ def _unfinished(directory: Path, error: Exception) -> Exception:
 
 
 @contextlib.contextmanager
-def _started(executor: Executor, config: TrainConfig, device: str, directory: Path, *, record: bool):
+def _started(
+    executor: Executor, config: RunConfig, device: str, directory: Path, role: TrainedRole, *, record: bool
+) -> Iterator[Any]:
     directory.mkdir(parents=True, exist_ok=True)
     remove_records(directory)
-    argument = json.dumps({"directory": str(directory.resolve()), "record": record})
+    argument = json.dumps(
+        {"directory": str(directory.resolve()), "record": record, "stage": role.stage, "role": role.worker}
+    )
     observer = ObserverSpec(factory=f"{__name__}:watch", argument=argument)
     setting = WorkerSetting(config=config, device=device, total_steps=1, generates=False, observers=(observer,))
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     try:
-        groups = executor.start(setting, Placement(roles=("actor",), world_size=config.dp_size))
-        yield groups["actor"]
+        groups = executor.start(setting, Placement(roles=(role.worker,), world_size=config.dp_size))
+        yield groups[role.worker]
     finally:
         executor.shutdown()
         if not there:
@@ -429,14 +379,16 @@ class Watch:
 
     directory: str
     record: bool
+    stage: str = Policy.stage
+    role: str = Policy.worker
 
     def observe(self, worker: Worker, stage: str, batch: Batch | None, proceed: Callable[[], Any]) -> Any:
         """Runs the stage; see :class:`~alignment.rl.observers.StageObserver`."""
-        if stage != STAGE:
+        if stage != self.stage:
             return proceed()
         recorder = CollectiveRecorder() if self.record else None
         norms: dict[str, float] = {}
-        engine = worker.actor
+        engine = getattr(worker, self.role)
         update = engine.update
 
         def update_and_keep(*arguments: Any, **keywords: Any) -> Any:
@@ -463,7 +415,7 @@ class Watch:
         """Everything is on the disk already."""
 
 
-def reassociation(one: Step, parts: Sequence[Step], config: TrainConfig, model: ModelConfig) -> Reassociation:
+def reassociation(one: Step, parts: Sequence[Step], config: RunConfig, model: ModelConfig) -> Reassociation:
     """What the order of sums may do to the step: the sums over micro batches and ranks, the norm's pairwise sum, and,
     where ranks hold parts of one model, the sums of every layer that are cut.
     """
@@ -498,7 +450,7 @@ def _elements(model: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in CausalLM(model, device="meta").parameters())
 
 
-def _model(config: TrainConfig) -> ModelConfig:
+def _model(config: RunConfig) -> ModelConfig:
     from alignment.weights.checkpoint import load_config
 
     return load_config(config.actor_rollout_ref.model.path)

@@ -101,19 +101,28 @@ def byte_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, i
 
 
 @contextlib.contextmanager
+def tasks(console: Console, text: str, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A spinner, the time that has passed and what is in work, which is told to the function that is given; gone when
+    it is done. Without a terminal nothing is shown.
+    """
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if quiet or not console.is_terminal:
+        yield lambda what: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(text, total=None)
+        yield lambda what: bars.update(task, description=f"{text}: {what}")
+
+
+@contextlib.contextmanager
 def waiting(console: Console, text: str, *, quiet: bool) -> Iterator[None]:
     """A spinner and the time that has passed, for work whose length is not known; gone when it is done.
 
     Without a terminal nothing is shown: there is nothing to tell before the result.
     """
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    if quiet or not console.is_terminal:
-        yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        bars.add_task(text, total=None)
+    with tasks(console, text, quiet=quiet):
         yield
 
 
