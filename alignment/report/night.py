@@ -118,9 +118,14 @@ class PhaseRecord:
         try:
             lists = {k: tuple(v) for k, v in data.items() if isinstance(v, list)}
             findings = tuple(Finding(**finding) for finding in data.get("findings", ()))
-            return cls(**{**data, **lists, "findings": findings})
-        except TypeError as error:
+            record = cls(**{**data, **lists, "findings": findings})
+            nothing = [what for what, count in record.counts.items() if not count > 0]
+        except (TypeError, AttributeError) as error:
             raise InputError(f"not the record of a phase ({error})", where=where) from None
+        if record.outcome == "pass" and nothing:
+            problem = f"{record.name} is said to have passed with no {nothing[0]}"
+            raise InputError(problem, where=where, expected="at least one", found=record.counts[nothing[0]])
+        return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +189,12 @@ class NightRecord:
             raise InputError(f"not the record of a night ({error})", where=where) from None
         if record.outcome not in ORDER:
             raise InputError("no such outcome", where=where, expected=", ".join(ORDER), found=record.outcome)
+        told = [phase.outcome for phase in phases if phase.outcome not in ("pass", "unavailable")]
+        if record.outcome == "pass" and (told or "pass" not in {phase.outcome for phase in phases}):
+            raise InputError(
+                "the night is said to have passed, and its phases have not", where=where, expected="a phase that passed",
+                found=", ".join(f"{phase.name} {phase.outcome}" for phase in phases) or "no phase",
+            )  # fmt: skip
         return record
 
 

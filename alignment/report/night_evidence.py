@@ -97,10 +97,13 @@ def _junit(path: Path, phase: Phase, *, device: str, require: bool, place: str) 
         raise InputError(f"the JUnit file is truncated or not XML ({error})", where=path) from None
     suites = [root] if root.tag == "testsuite" else root.findall("testsuite")
     cases = [case for suite in suites for case in suite.iter("testcase")]
+    skipped = [why for case in cases if (why := _skipped(case)) is not None]
     promised = sum(int(n) for suite in suites if (n := suite.get("tests", "")).isdigit())
     found = Evidence(counts={"tests": len(cases)})
     if not cases:
         raise InputError("no test was run", where=path, expected="at least one")
+    if len(skipped) == len(cases) and not require:
+        found.problems.append(f"{path}: no test was run: {len(cases)} were skipped: {skipped[0]}")
     if promised > len(cases):
         # pytest counts a test that passed and failed in its teardown twice, never a test that is not there.
         doubles = sum(bool(case.findall("error")) for case in cases)
@@ -149,14 +152,22 @@ def _case(case: ElementTree.Element, require: bool) -> tuple[Outcome, str]:
         element = case.find(tag)
         if element is not None:
             return outcome, _line(element.get("message") or element.text or tag)
-    skipped = case.find("skipped")
-    if skipped is None:
-        return Outcome.PASS, ""
-    why = _line(skipped.get("message") or skipped.text or "no reason")
-    if skipped.get("type") == "pytest.xfail":
-        return Outcome.PASS, f"expected to fail: {why}"
+    why = _skipped(case)
+    if why is None:
+        failed = case.find("skipped")
+        return Outcome.PASS, "" if failed is None else f"expected to fail: {_told(failed)}"
     # Where the row requires everything, a test that was skipped is one that failed.
     return (Outcome.FAIL, f"skipped, and skipped is failed: {why}") if require else (Outcome.UNAVAILABLE, why)
+
+
+def _skipped(case: ElementTree.Element) -> str | None:
+    """Why a test was not run; None for one that was, and for one that was expected to fail and did."""
+    element = case.find("skipped")
+    return None if element is None or element.get("type") == "pytest.xfail" else _told(element)
+
+
+def _told(element: ElementTree.Element) -> str:
+    return _line(element.get("message") or element.text or "no reason")
 
 
 def _line(text: str) -> str:
@@ -178,9 +189,10 @@ def _run(folder: Path, *, require: bool) -> Evidence:
 
 
 def _something_judged(found: Evidence, where: Path, *, require: bool) -> None:
+    judged = [v for v in found.verdicts if v.outcome is not Outcome.UNAVAILABLE]
     if not found.verdicts:
         found.problems.append(f"{where}: no verdict: nothing was judged")
-    elif all(v.outcome is Outcome.UNAVAILABLE for v in found.verdicts):
+    elif not judged:
         found.problems.append(f"{where}: everything was unavailable: {found.verdicts[0].reason}")
     elif require:
         found.verdicts = [
@@ -189,6 +201,13 @@ def _something_judged(found: Evidence, where: Path, *, require: bool) -> None:
             else v
             for v in found.verdicts
         ]
+    if judged and all(v.outcome is Outcome.PASS and not v.measures for v in judged):
+        found.problems.append(f"{where}: nothing was measured: {judged[0].check} passed without a number, and so did all")
+    for verdict in judged:
+        for measure in verdict.measures:
+            if verdict.outcome is Outcome.PASS and measure.bound is not None and not math.isfinite(measure.value):
+                why = f"{verdict.check} passed, and its {measure.name} is {measure.value}"
+                found.problems.append(f"{where}: {why}")
 
 
 def _training(folder: Path, phase: Phase, *, device: str, place: str) -> Evidence:
@@ -208,27 +227,32 @@ def _training(folder: Path, phase: Phase, *, device: str, place: str) -> Evidenc
         found.problems.append(f"{folder / METRICS}: steps are missing or twice: {steps}")
     if len(series) != expected:
         found.problems.append(f"{folder / METRICS}: {len(series)} of {expected} steps: the run did not come to its end")
-    wrong = [
-        (line.get("step"), name, value)
-        for line in series
-        for name, value in line.items()
-        if name != "step" and not _finite(value)
-    ]
-    check = f"{phase.name}/metrics are finite" + (f"@{place}" if place else "")
-    verdict = Verdict(
-        check=check, layer="e2e", stage=phase.name, subject="training", device=device, outcome=Outcome.PASS,
-        reason=f"{len(series)} steps, every metric finite", measures=_means(series) if not wrong else (),
-    )  # fmt: skip
-    if wrong:
-        step, name, value = wrong[0]
-        verdict = replace(
-            verdict, outcome=Outcome.FAIL, reason=f"{name} is {value} in step {step} ({len(wrong)} values in all)",
-            where=Divergence(stage=phase.name, module=name, quantity="metric", detail=f"step {step}: {value}"),
-        )  # fmt: skip
-    else:
+    verdict = _metrics_are_finite(series, phase, device=device, place=place)
+    if verdict.outcome is Outcome.PASS:
         found.trainings.append(folder)
     found.verdicts.append(verdict)
     return found
+
+
+def _metrics_are_finite(series: list[Mapping[str, Any]], phase: Phase, *, device: str, place: str) -> Verdict:
+    wrong = [
+        (line.get("step", at), name, value)
+        for at, line in enumerate(series, 1)
+        for name, value in line.items()
+        if name != "step" and not _finite(value)
+    ]
+    verdict = Verdict(
+        check=f"{phase.name}/metrics are finite" + (f"@{place}" if place else ""), layer="e2e", stage=phase.name,
+        subject="training", device=device, outcome=Outcome.PASS,
+        reason=f"{len(series)} steps, every metric finite", measures=_means(series) if not wrong else (),
+    )  # fmt: skip
+    if not wrong:
+        return verdict
+    step, name, value = wrong[0]
+    return replace(
+        verdict, outcome=Outcome.FAIL, reason=f"{name} is {value} in step {step} ({len(wrong)} values in all)",
+        where=Divergence(stage=phase.name, module=name, quantity="metric", detail=f"step {step}: {value}"),
+    )  # fmt: skip
 
 
 def _finite(value: object) -> bool:
@@ -278,11 +302,16 @@ def _capture(folder: Path) -> Evidence:
     return found
 
 
+_WORDS = ("error", "verdicts", "aligned", "metrics")
+"""What a document of a command may say by which its phase is judged."""
+
+
 def _document(path: Path, phase: Phase, *, device: str, require: bool, place: str) -> Evidence:
     found = Evidence()
     document = _read_document(path)
-    if not document:
-        raise InputError("the document is empty", where=path, expected="what a command prints with --json")
+    if not (isinstance(document, Mapping) and set(_WORDS) & set(document)) and not _says_something(document):
+        told = json.dumps(document)[:80]
+        raise InputError("the document is empty", where=path, expected="what a command prints with --json", found=told)
     if not isinstance(document, Mapping):
         return found
     if "error" in document:
@@ -294,9 +323,46 @@ def _document(path: Path, phase: Phase, *, device: str, require: bool, place: st
             raise InputError(f"not the verdicts of a command ({error})", where=path) from None
         found.counts["checks"] = len(found.verdicts)
         _something_judged(found, path, require=require)
-    elif isinstance(document.get("aligned"), bool):
+    elif "aligned" in document:
+        if not isinstance(document["aligned"], bool):
+            raise InputError(
+                "the document does not say whether things are aligned", where=path, expected="true or false",
+                found=document["aligned"],
+            )  # fmt: skip
+        if document["aligned"] and document.get("first"):
+            problem = "the document says that things are aligned, and where they part first"
+            raise InputError(problem, where=path, expected="one of the two")
         found.verdicts.append(says(phase, document, device=device, place=place, aligned=document["aligned"]))
+    if "metrics" in document:
+        series = document["metrics"]
+        if not isinstance(series, list) or not series or not all(isinstance(at, Mapping) and at for at in series):
+            told = len(series) if isinstance(series, (list, Mapping)) else series
+            raise InputError("the metrics are empty", where=path, expected="those of every step", found=told)
+        verdict = _metrics_are_finite(series, phase, device=device, place=place)
+        if not any(kind == "training" for kind, _ in phase.leaves) or verdict.outcome is Outcome.FAIL:
+            found.verdicts.append(verdict)  # of a training it is told by the files, in full precision
+    code = document.get("exit_code", 0)
+    if code != 0 and not is_red(found):
+        found.problems.append(f"{path}: the document says exit code {code}, and nothing in it says why")
     return found
+
+
+def is_red(evidence: Evidence) -> bool:
+    """Whether it shows anything that is not well."""
+    return any(v.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE) for v in evidence.verdicts)
+
+
+def _says_something(document: Any) -> bool:
+    """Whether there is a word or a number in it, below mappings and lists: braces alone say nothing."""
+    if not isinstance(document, (Mapping, list)):
+        return False
+    waiting = [document]
+    for value in waiting:
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        waiting += inside
+        if isinstance(value, (int, float)) or (isinstance(value, str) and value.strip()):
+            return True
+    return False
 
 
 def says(phase: Phase, document: Any, *, device: str, place: str = "", aligned: bool) -> Verdict:

@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import Finding, PhaseRecord, gravest
-from alignment.report.night_evidence import Case, Evidence, in_one, worst_of_each
+from alignment.report.night_evidence import Case, Evidence, in_one, is_red, worst_of_each
 from alignment.report.night_matrix import ACTIONS, KnownFailure, Row
 
 
@@ -96,11 +96,6 @@ def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
             next_command=None if carried_out else f"alignment nightly run … --row {row.name} --resume",
         ))  # fmt: skip
     return worst_of_each([*own, *(Verdict.from_dict(v) for record in records for v in record.verdicts)])
-
-
-def is_red(evidence: Evidence) -> bool:
-    """Whether it shows anything that is not well."""
-    return any(v.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE) for v in evidence.verdicts)
 
 
 def not_carried_out(name: str, cause: str, **more: Any) -> PhaseRecord:

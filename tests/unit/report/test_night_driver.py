@@ -563,3 +563,33 @@ def test_several_nodes_of_one_machine_keep_their_numbers(tmp_path):
     assert [night._name(n) for n in after] == ["host.1", "host.3", "host.4"]
 
 
+NOT_BELIEVED = {
+    "tests": ({"counts": {"tests": 0}}, "checks is said to have passed with no tests; expected at least one; found 0"),
+    "steps": ({"counts": {"tests": 3, "steps": -1}}, "checks is said to have passed with no steps"),
+    "text": ({"counts": {"tests": "many"}}, "not the record of a phase ("),
+    "list": ({"counts": [1]}, "not the record of a phase ("),
+    "red": ({"outcome": "error"}, "the night is said to have passed, and its phases have not; expected a phase that "
+            "passed; found checks error"),
+    "absent": ({"outcome": "unavailable"}, "found checks unavailable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", NOT_BELIEVED)
+def test_a_green_record_that_says_nothing_is_not_believed(tmp_path, change):
+    phase = {"name": "checks", "outcome": "pass", "counts": {"tests": 3}}
+    night = {"schema": 1, "identity": "a", "row": "cpu", "chip": "CPU", "outcome": "pass", "action": "ignore"}
+    write_json(tmp_path / "night.json", {**night, "phases": [phase]})
+    shown = CliRunner().invoke(app, ["nightly", "show", str(tmp_path)])
+    assert shown.exit_code == 0 and shown.output.startswith("ALIGNED")
+    changed, problem = NOT_BELIEVED[change]
+    write_json(tmp_path / "night.json", {**night, "phases": [{**phase, **changed}]})
+    with pytest.raises(InputError) as refused:
+        read_night(tmp_path)
+    assert problem in str(refused.value)
+
+
+def test_a_green_night_without_a_phase_is_not_believed(tmp_path):
+    night = {"schema": 1, "identity": "a", "row": "cpu", "chip": "CPU", "outcome": "pass", "action": "ignore"}
+    write_json(tmp_path / "night.json", {**night, "phases": []})
+    with pytest.raises(InputError, match="the night is said to have passed, and its phases have not.*found no phase"):
+        read_night(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from datetime import date
 
 import numpy as np
@@ -35,7 +36,7 @@ def outcomes(found) -> dict[str, str]:
 def verdict(check: str, outcome: Outcome = Outcome.PASS) -> Verdict:
     return Verdict(
         check=check, layer="unit", stage="operator", subject="torch", device="npu", outcome=outcome, reason="why",
-        measures=(Measure(name="relative_l2", value=float("nan"), bound=1.0),),
+        measures=(Measure(name="relative_l2", value=0.5, bound=1.0),),
     )  # fmt: skip
 
 
@@ -277,7 +278,6 @@ def test_a_capture_that_is_not_whole_is_a_problem(tmp_path):
 def test_a_document_is_what_a_command_printed(tmp_path):
     path = tmp_path / "it"
     told = {"verdicts": [{**verdict("stress/host-0a1b2c/npu:3/7").to_dict(), "stage": "stress"}]}
-    told["verdicts"][0]["measures"] = []
     path.write_text("a banner\n" + json.dumps(told, indent=1))
     found = evidence(tmp_path, "document")
     # Named by where the card is, not by what Ray called its node this night.
@@ -292,6 +292,74 @@ def test_a_document_is_what_a_command_printed(tmp_path):
     ):  # fmt: skip
         path.write_text(text)
         assert any(problem in told for told in evidence(tmp_path, "document").problems), text
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        (0, "the document is empty; expected what a command prints with --json; found 0"),
+        ("aligned", "the document is empty"),
+        ([], "the document is empty"),
+        ([{}, {"stack": None}], "the document is empty"),
+        ({"devices": [], "stack": {"torch": None}, "run": " "}, "the document is empty"),
+        ({"aligned": None}, "the document does not say whether things are aligned; expected true or false"),
+        ({"aligned": 1}, "the document does not say whether things are aligned"),
+        ({"aligned": True, "first": {"reason": "layers.1 differs"}}, "aligned, and where they part first"),
+        ({"run": "runs/a", "metrics": []}, "the metrics are empty; expected those of every step; found 0"),
+        ({"run": "runs/a", "metrics": {}}, "the metrics are empty"),
+        ({"run": "runs/a", "metrics": [{"loss": 0.5}, {}]}, "the metrics are empty"),
+        ({"run": "runs/a", "metrics": None}, "the metrics are empty; expected those of every step"),
+        ({"run": "runs/a", "exit_code": 1}, "the document says exit code 1, and nothing in it says why"),
+        ({"run": "runs/a", "exit_code": "0"}, "the document says exit code 0, and nothing in it says why"),
+        ({"verdicts": None}, "not the verdicts of a command"),
+        ({"verdicts": {}}, "no verdict: nothing was judged"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("require", [True, False])
+def test_a_document_that_means_nothing_is_a_problem(tmp_path, document, problem, require):
+    write_json(tmp_path / "it", document)
+    found = evidence(tmp_path, "document", require=require)
+    assert len(found.problems) == 1 and problem in found.problems[0]
+
+
+def test_a_document_that_means_something_is_none(tmp_path):
+    for document, told in (
+        ({"devices": [{"kind": "cpu", "available": True}]}, {}),
+        ([{"match": 3}], {}),
+        ({"aligned": True, "first": None}, {"checks/the command's word": "pass"}),
+        ({"run": "runs/a", "metrics": [{"loss": 0.5}]}, {"checks/metrics are finite": "pass"}),
+        ({"run": "runs/a", "metrics": [{"loss": "high"}]}, {"checks/metrics are finite": "fail"}),
+        ({"exit_code": 0, "verdicts": [verdict("a").to_dict()]}, {"a": "pass"}),
+        ({"exit_code": 1, "verdicts": [verdict("a", Outcome.FAIL).to_dict()]}, {"a": "fail"}),
+    ):
+        write_json(tmp_path / "it", document)
+        found = evidence(tmp_path, "document")
+        assert found.problems == [] and outcomes(found) == told, document
+
+
+def test_a_pass_without_a_number_is_not_believed(tmp_path):
+    write_json(tmp_path / "it" / "provenance.json", ABOUT)
+    silent = replace(verdict("a"), measures=())
+    wild = replace(verdict("b"), measures=(Measure(name="relative_l2", value=float("nan"), bound=1.0),))
+    shown = replace(verdict("c"), measures=(Measure(name="skew", value=float("nan")),))
+    for verdicts, problem in (
+        ([silent, silent], "nothing was measured: a passed without a number, and so did all"),
+        ([verdict("c"), wild], "b passed, and its relative_l2 is nan"),
+    ):
+        write_verdicts(tmp_path / "it", verdicts)
+        (told,) = evidence(tmp_path, "run").problems
+        assert told.endswith(problem)
+    write_verdicts(tmp_path / "it", [silent, shown, replace(wild, outcome=Outcome.FAIL)])
+    assert evidence(tmp_path, "run").problems == []
+
+
+def test_tests_that_were_all_skipped_are_none_that_were_run(tmp_path):
+    junit(tmp_path, case("test_a", SKIPPED), case("test_b", SKIPPED))
+    (told,) = evidence(tmp_path, "junit", require=False).problems
+    assert told.endswith("no test was run: 2 were skipped: unavailable: subject vllm: not installed")
+    junit(tmp_path, case("test_a", SKIPPED), case("test_b", XFAIL))
+    assert evidence(tmp_path, "junit", require=False).problems == []
 
 
 def test_the_worst_of_one_name_stays():
