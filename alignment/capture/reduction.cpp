@@ -4,10 +4,15 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int kLanes = 16;
 constexpr int64_t kBlock = 1024;
+constexpr int64_t kAhead = 512;
 
 struct Totals {
   float high[kLanes], low[kLanes];
@@ -24,19 +29,65 @@ inline float widened(uint16_t bits) {
 
 inline float widened(float value) { return value; }
 
-// sums[i] ± v[i]: the sign bit of signs[i] is moved onto the number.
+// ±v: the sign bit of a byte, turned or not, moved onto a number.
+inline float turned(float v, int8_t sign, uint32_t turn) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  bits ^= (static_cast<uint32_t>(static_cast<int32_t>(sign)) & 0x80000000u) ^ turn;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
+// sums[i] ± v[i] of kWide numbers. Written out for x86: compilers widen signs of one byte in several steps.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+constexpr int64_t kWide = 16;
+
+inline __m512i bits_at(const float* x) { return _mm512_loadu_si512(x); }
+
+inline __m512i bits_at(const uint16_t* x) {
+  return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16);
+}
+
+template <typename T>
+inline void add_wide(const T* x, const int8_t* signs, uint32_t turn, float* sums) {
+  const __mmask16 negative = _mm_movepi8_mask(_mm_loadu_si128(reinterpret_cast<const __m128i*>(signs)));
+  const __mmask16 flipped = negative ^ static_cast<__mmask16>(turn ? 0xffff : 0);
+  const __m512i bits = bits_at(x);
+  const __m512i v = _mm512_mask_xor_epi32(bits, flipped, bits, _mm512_set1_epi32(INT32_MIN));
+  _mm512_storeu_ps(sums, _mm512_add_ps(_mm512_loadu_ps(sums), _mm512_castsi512_ps(v)));
+}
+#elif defined(__AVX2__)
+constexpr int64_t kWide = 8;
+
+inline __m256i bits_at(const float* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
+
+inline __m256i bits_at(const uint16_t* x) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))), 16);
+}
+
+template <typename T>
+inline void add_wide(const T* x, const int8_t* signs, uint32_t turn, float* sums) {
+  const __m256i bytes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(signs)));
+  const __m256i sign = _mm256_xor_si256(_mm256_and_si256(bytes, _mm256_set1_epi32(INT32_MIN)),
+                                        _mm256_set1_epi32(static_cast<int32_t>(turn)));
+  const __m256i v = _mm256_xor_si256(bits_at(x), sign);
+  _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_loadu_ps(sums), _mm256_castsi256_ps(v)));
+}
+#else
+constexpr int64_t kWide = 16;
+
+template <typename T>
+inline void add_wide(const T* __restrict x, const int8_t* __restrict signs, uint32_t turn, float* __restrict sums) {
+  for (int64_t i = 0; i < kWide; ++i) sums[i] += turned(widened(x[i]), signs[i], turn);
+}
+#endif
+
 template <typename T>
 void add_signed(const T* __restrict x, int64_t n, const int8_t* __restrict signs, uint32_t turn,
                 float* __restrict sums) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float v = widened(x[i]);
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof bits);
-    bits ^= (static_cast<uint32_t>(static_cast<int32_t>(signs[i])) & 0x80000000u) ^ turn;
-    float turned;
-    std::memcpy(&turned, &bits, sizeof turned);
-    sums[i] += turned;
-  }
+  int64_t i = 0;
+  for (; i + kWide <= n; i += kWide) add_wide(x + i, signs + i, turn, sums + i);
+  for (; i < n; ++i) sums[i] += turned(widened(x[i]), signs[i], turn);
 }
 
 // Elements x[0 … n) against buckets [0 … n): `signs` and `sums` are null for statistics alone.
@@ -62,7 +113,13 @@ void reduce_run(const T* x, int64_t n, const int8_t* signs, uint32_t turn, float
         sum[k] += v;
         square[k] += v * v;
       }
+      if (kSketch) {
+        // The machine sees fewer of the loads to come here than in a loop that does nothing else.
+        __builtin_prefetch(x + i + kAhead);
+        for (int64_t j = i; j < i + kLanes; j += kWide) add_wide(x + j, signs + j, turn, sums + j);
+      }
     }
+    if (kSketch) add_signed(x + i, end - i, signs + i, turn, sums + i);
     for (int k = 0; i < end; ++i, ++k) {
       const float v = widened(x[i]);
       uint32_t bits;
@@ -73,8 +130,6 @@ void reduce_run(const T* x, int64_t n, const int8_t* signs, uint32_t turn, float
       sum[k] += v;
       square[k] += v * v;
     }
-    // The block is in the first cache by now.
-    if (kSketch) add_signed(x + begin, end - begin, signs + begin, turn, sums + begin);
     std::memcpy(totals.high, high, sizeof high);
     std::memcpy(totals.low, low, sizeof low);
     std::memcpy(totals.broken, broken, sizeof broken);
@@ -123,10 +178,11 @@ int reduce(const T* x, int64_t n, const int8_t* signs, const uint8_t* flips, int
   return broken != 0;
 }
 
-// Sums and differences of pairs of rows, [rows, width] in place: a Hadamard matrix applied from the left.
-void butterflies(float* z, int64_t rows, int64_t width) {
-  for (int64_t half = width; half < rows * width; half *= 2) {
-    for (int64_t at = 0; at < rows * width; at += 2 * half) {
+// Sums and differences of elements `half` apart, for every half from `first` on: a Hadamard matrix applied to what is
+// `first` elements wide.
+void butterflies(float* z, int64_t size, int64_t first) {
+  for (int64_t half = first; half < size; half *= 2) {
+    for (int64_t at = 0; at < size; at += 2 * half) {
       float* __restrict a = z + at;
       float* __restrict b = z + at + half;
       for (int64_t i = 0; i < half; ++i) {
@@ -138,36 +194,64 @@ void butterflies(float* z, int64_t rows, int64_t width) {
   }
 }
 
-// The rotation of a sketch: out = Σ after[k] · H · (before[k] · sums[k]) over the blocks that hold anything, a block
-// being a matrix of `rows` times `columns`. `room` takes two blocks.
+// The same inside sixteen numbers, for halves of 1, 2, 4 and 8.
+typedef float Numbers __attribute__((vector_size(64)));
+typedef float NumbersAt __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Bits __attribute__((vector_size(64)));
+
+inline void inside(Numbers& v) {
+  const Bits lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#define ALIGNMENT_HALF(half)                                                                   \
+  {                                                                                            \
+    const Bits turn = (lane & half) << (31 - __builtin_ctz(half));                             \
+    v = ALIGNMENT_SWAP(v, half) + reinterpret_cast<Numbers>(reinterpret_cast<Bits>(v) ^ turn); \
+  }
+#if defined(__clang__)
+#define ALIGNMENT_SWAP(v, h)                                                                                  \
+  __builtin_shufflevector(v, v, 0 ^ h, 1 ^ h, 2 ^ h, 3 ^ h, 4 ^ h, 5 ^ h, 6 ^ h, 7 ^ h, 8 ^ h, 9 ^ h, 10 ^ h, \
+                          11 ^ h, 12 ^ h, 13 ^ h, 14 ^ h, 15 ^ h)
+#else
+#define ALIGNMENT_SWAP(v, h) __builtin_shuffle(v, lane ^ h)
+#endif
+  ALIGNMENT_HALF(1)
+  ALIGNMENT_HALF(2)
+  ALIGNMENT_HALF(4)
+  ALIGNMENT_HALF(8)
+#undef ALIGNMENT_HALF
+#undef ALIGNMENT_SWAP
+}
+
+// The rotation of a sketch: out = Σ after[k] · H · (before[k] · sums[k]) over the blocks that hold anything, where a
+// block is a matrix of `rows` times `columns` and H applies a Hadamard matrix to both its sides.
 void mix(float* sums, int64_t rows, int64_t columns, int64_t blocks, const int8_t* before, const float* after,
-         float* room, float* out) {
+         float* __restrict out) {
   const int64_t size = rows * columns;
-  float* __restrict turned = room;
-  float* __restrict total = room + size;
-  for (int64_t i = 0; i < size; ++i) total[i] = 0.0f;
+  for (int64_t i = 0; i < size; ++i) out[i] = 0.0f;
   for (int64_t block = 0; block < blocks; ++block) {
     float* __restrict z = sums + block * size;
     const int8_t* __restrict signs = before + block * size;
-    for (int64_t i = 0; i < size; ++i) z[i] *= static_cast<float>(signs[i]);
-    butterflies(z, rows, columns);
-    // On its side the other half of the butterflies runs along memory, too.
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < columns; ++c) turned[c * rows + r] = z[r * columns + c];
-    butterflies(turned, columns, rows);
     const float* __restrict scaled = after + block * size;
-    for (int64_t i = 0; i < size; ++i) total[i] += scaled[i] * turned[i];
+    for (int64_t i = 0; i < size; ++i) z[i] *= static_cast<float>(signs[i]);
+    butterflies(z, size, columns);
+    if (columns % kLanes == 0) {
+      for (int64_t i = 0; i < size; i += kLanes) {
+        Numbers v = *reinterpret_cast<NumbersAt*>(z + i);
+        inside(v);
+        *reinterpret_cast<NumbersAt*>(z + i) = v;
+      }
+      for (int64_t at = 0; at < size; at += columns) butterflies(z + at, columns, kLanes);
+    } else {
+      for (int64_t at = 0; at < size; at += columns) butterflies(z + at, columns, 1);
+    }
+    for (int64_t i = 0; i < size; ++i) out[i] += scaled[i] * z[i];
   }
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < columns; ++c) out[r * columns + c] = total[c * rows + r];
 }
 
 }  // namespace
 
-// `after` comes with every block on its side.
 extern "C" void alignment_mix(float* sums, int64_t rows, int64_t columns, int64_t blocks, const int8_t* before,
-                              const float* after, float* room, float* out) {
-  mix(sums, rows, columns, blocks, before, after, room, out);
+                              const float* after, float* out) {
+  mix(sums, rows, columns, blocks, before, after, out);
 }
 
 extern "C" int alignment_reduce_float32(const float* x, int64_t n, const int8_t* signs, const uint8_t* flips,
