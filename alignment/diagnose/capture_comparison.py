@@ -258,7 +258,8 @@ def compare_captures(
         pairing = _paired(first, second, names)
         graph = ModuleGraph(pairing.pairs)
         model = noise or NoiseModel()
-        model.expect_tests(len(pairing.pairs))
+        compared = [pair for pair in pairing.pairs if not pair.skipped]
+        model.expect_tests(len(compared))
         found = localise(graph, model)
         foreign = _different_implementations(pairing)
         unpaired = [
@@ -266,8 +267,8 @@ def compare_captures(
         ]
         out.stages.append(
             StageComparison(
-                step, stage, rank, found, unpaired, len(pairing.pairs), (pairing.golden_rows, pairing.target_rows),
-                tuple(sorted({pair.difference.detail for pair in pairing.pairs} - {"none"})), _largest(pairing.pairs),
+                step, stage, rank, found, unpaired, len(compared), (pairing.golden_rows, pairing.target_rows),
+                tuple(sorted({pair.difference.detail for pair in compared} - {"none"})), _largest(compared),
                 foreign,
             )
         )  # fmt: skip

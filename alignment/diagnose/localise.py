@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding
-from alignment.diagnose.module_graph import Edge, ModuleGraph, Pair
+from alignment.diagnose.module_graph import Edge, ModuleGraph, Node, Pair
 from alignment.diagnose.noise import COPIED, DEFAULT_AMPLIFICATION, SUMS, Limits, NoiseModel
 
 SCALARS = frozenset({"int", "float"})
 """Python numbers among the arguments of an operator (a scale, an ε, a k): configuration, so they are equal or wrong."""
 
 CONFIGURED = "a number of the configuration"
+HANDED_ON = "copied, not computed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,13 @@ class Localisation:
     compared: int = 0
     healed: list[Finding] = field(default_factory=list)
     """What differed at the entrance of a module and made no difference behind it."""
+    diverging: set[int] = field(default_factory=set)
+    """Ids of the pairs that diverge or are behind a divergence."""
+
+    @property
+    def flagged(self) -> set[tuple[str, str]]:
+        """Where findings were seen: module and quantity."""
+        return {(finding.at, finding.quantity) for finding in self.findings}
 
     @property
     def introduced(self) -> list[Finding]:
@@ -64,7 +73,50 @@ class Localisation:
 
 
 def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
-    """Walk twice: the first time to collect the evidence of all layers, the second to judge with it."""
+    """Walk twice: the first time to collect the evidence of all layers, the second to judge with it.
+
+    Where a module is given something else and computes the same, both are done again as if that had agreed: what comes
+    behind is then held to what its own sources explain.
+    """
+    found = _judged(graph, noise)
+    healed = _without_effect(graph, found)
+    if healed:
+        found = _judged_without(healed, graph, noise, found)
+        # what the run was given and acts through these tensors alone; if it acts otherwise, that is found at its place
+        given = {(f.at, f.quantity) for f in found.introduced if _is_given(f) and f.origin == HANDED_ON}
+        if given:
+            odd = [p for node in graph.nodes.values() for p in node.inputs if (p.owner, p.quantity) in given]
+            found = _judged_without(_same_values(graph, set(map(_values, odd))), graph, noise, found)
+    calls, flagged = defaultdict(list), found.flagged
+    for node in graph.nodes.values():
+        calls[node.module].append(node)
+    later = [finding for finding in found.findings if _heals(finding, calls[finding.at], flagged)]
+    found.healed += later
+    if later:
+        found.findings = [finding for finding in found.findings if finding not in later]
+    return found
+
+
+def _judged_without(
+    healed: Sequence[Pair], graph: ModuleGraph, noise: NoiseModel, before: Localisation
+) -> Localisation:
+    """As if these pairs agreed; what was found of them ``before`` becomes a remark."""
+    for pair in healed:
+        pair.healed = True
+    places = {(pair.owner, pair.quantity) for pair in healed}
+    found = _judged(graph, noise)
+    found.healed = before.healed + [f for f in before.findings if (f.at, f.quantity) in places]
+    return found
+
+
+def _is_given(finding: Finding) -> bool:
+    """Whether it is of a tensor that went into a module."""
+    if finding.direction != "forward" or finding.origin == CONFIGURED or not finding.quantity.startswith("in "):
+        return False
+    return math.isfinite(finding.relative)
+
+
+def _judged(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
     consistent = {}
     if noise.samples:
         noise.expect_edges(_families(graph))
@@ -72,10 +124,15 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
         graph.walk(evidence.take)
         consistent = evidence.consistent()
     found = Localisation()
-    graph.walk(_Judge(noise, found, consistent).take)
-    healed = [finding for finding in found.findings if _heals(finding, graph, found)]
-    found.healed = healed
-    found.findings = [finding for finding in found.findings if finding not in healed]
+    judge = _Judge(noise, found, consistent)
+
+    def take(edge: Edge) -> bool:
+        diverges = judge.take(edge)
+        if diverges:
+            found.diverging.add(id(edge.result))
+        return diverges
+
+    graph.walk(take)
     return found
 
 
@@ -84,7 +141,7 @@ def _families(graph: ModuleGraph) -> dict[str, Counter]:
     families: dict[str, Counter] = defaultdict(Counter)
 
     def count(edge: Edge) -> bool:
-        if edge.kind not in COPIED:
+        if edge.kind not in COPIED and not edge.result.skipped:
             family = "choices" if edge.result.discrete else "loss" if edge.kind == "loss" else "sizes"
             families[family][edge.key] += 1
         return False
@@ -93,26 +150,85 @@ def _families(graph: ModuleGraph) -> dict[str, Counter]:
     return families
 
 
-def _heals(finding: Finding, graph: ModuleGraph, found: Localisation) -> bool:
+def _without_effect(graph: ModuleGraph, found: Localisation) -> list[Pair]:
+    """Inputs that diverge, of modules that compute from them what they would have computed if these had agreed.
+
+    A constant shift of all positions changes the rotation of queries and keys and no product of the two. Another input
+    has to agree, to measure by; and a tensor that does no harm in one module is no fault of itself in the next one,
+    so all that hold the same values are meant.
+    """
+    if not found.findings:
+        return []
+    flagged, equal = found.flagged, set()
+    for node in graph.nodes.values():
+        inputs = [p for p in node.inputs if not p.skipped]
+        odd = [p for p in inputs if id(p) in found.diverging and math.isfinite(p.difference.relative)]
+        odd = [p for p in odd if p.dtype not in SCALARS]
+        if odd and len(odd) < len(inputs):
+            clean = [p for p in inputs if id(p) not in found.diverging]
+            if _agrees(node, _largest_error(clean), flagged):
+                equal.update(_values(pair) for pair in odd)
+    return _same_values(graph, equal)
+
+
+def _same_values(graph: ModuleGraph, values: set[tuple]) -> list[Pair]:
+    every = (pair for node in graph.nodes.values() for pair in (*node.inputs, *node.outputs))
+    return [pair for pair in every if _values(pair) in values]
+
+
+def _values(pair: Pair) -> tuple:
+    """What two pairs have in common that hold the same values on both sides."""
+    return (pair.identity or id(pair), pair.difference.relative, pair.difference.gain, pair.difference.bias)
+
+
+def _heals(finding: Finding, calls: Sequence[Node], flagged: set[tuple[str, str]]) -> bool:
     """Whether what differs at the entrance of a module makes no difference behind it.
 
-    A constant shift of all positions changes the rotation of queries and keys and no product of the two. What a module
-    computes has to agree as if that input had agreed; noise of the other inputs and rounding are all that is allowed.
+    What a module computes has to agree as if that input had agreed; noise of the other inputs, near ties inside that
+    this noise moved, and rounding are all that is allowed.
     """
-    if finding.direction != "forward" or finding.origin == CONFIGURED or not finding.quantity.startswith("in "):
+    if not _is_given(finding):
         return False
-    calls = [node for (module, _), node in graph.nodes.items() if module == finding.at]
     for node in calls:
-        flagged = {f.quantity for f in found.findings if f.at == node.module}
-        clean = [p.difference.relative for p in node.inputs if p.quantity not in flagged]
-        error = max([e for e in clean if math.isfinite(e)], default=0.0)
-        if not node.outputs or not any(not pair.discrete for pair in node.outputs):
+        clean = [p for p in node.inputs if not p.skipped and (node.module, p.quantity) not in flagged]
+        if not _agrees(node, _largest_error(clean), flagged):
             return False
-        for pair in node.outputs:
-            limit = DEFAULT_AMPLIFICATION["own"] * math.hypot(error, rounding(pair.dtype), RESOLUTION)
-            if not pair.difference.relative <= limit or pair.quantity in flagged:
-                return False
     return bool(calls)
+
+
+def _agrees(node: Node, error: float, flagged: set[tuple[str, str]]) -> bool:
+    """Whether the outputs of a module are as near to golden as ``error`` of its inputs explains."""
+    outputs = [pair for pair in node.outputs if not pair.skipped]
+    if all(pair.discrete for pair in outputs):
+        return False
+    error = _with_near_ties(node, error, flagged)
+    if any((node.module, pair.quantity) in flagged for pair in outputs):
+        return False
+    return all(pair.difference.relative <= _explained(error, pair) for pair in outputs)
+
+
+def _explained(error: float, pair: Pair) -> float:
+    """What an error of the sources and rounding explain of a module's result."""
+    return DEFAULT_AMPLIFICATION["own"] * math.hypot(error, rounding(pair.dtype), RESOLUTION)
+
+
+def _largest_error(pairs: Sequence[Pair]) -> float:
+    errors = [rounding(p.dtype) if p.healed else p.difference.relative for p in pairs if not p.skipped]
+    return max([error for error in errors if math.isfinite(error)], default=0.0)
+
+
+def _with_near_ties(node: Node, error: float, flagged: set[tuple[str, str]]) -> float:
+    """``error``, or the one of an index that was chosen inside if that is larger.
+
+    Only near ties count: the choice is not flagged, and what it was made from is no farther off than ``error``
+    explains.
+    """
+    for child in node.children:
+        error = _with_near_ties(child, error, flagged)
+        chosen = [p for p in child.outputs if p.discrete and (child.module, p.quantity) not in flagged]
+        if chosen and all(p.difference.relative <= _explained(error, p) for p in child.inputs if not p.discrete):
+            error = max(error, _largest_error(chosen))
+    return error
 
 
 def learn(graph: ModuleGraph, noise: NoiseModel) -> None:
@@ -122,7 +238,8 @@ def learn(graph: ModuleGraph, noise: NoiseModel) -> None:
 
     def take(edge: Edge) -> bool:
         _settle(edge)
-        noise.learn(edge)
+        if not edge.result.skipped:
+            noise.learn(edge)
         return False
 
     graph.walk(take)
@@ -135,10 +252,12 @@ def _settle(edge: Edge) -> Difference:
     """
     pair = edge.result
     if edge.unordered and not pair.unordered and pair.by_statistics is not None:
-        seen = pair.by_statistics
         pair.unordered = True
         if not pair.difference.problem or "shape" in pair.difference.problem:
-            pair.difference = Difference(max(seen.relative, min(edge.error, 1.0)), detail="statistics")
+            pair.bound = pair.by_statistics.relative
+            pair.difference = Difference(pair.bound, detail="statistics")
+    if pair.bound is not None:
+        pair.difference.relative = max(pair.bound, min(edge.error, 1.0))
     return pair.difference
 
 
@@ -200,6 +319,8 @@ class _Judge:
         found = self.found
         found.edges += 1
         difference = _settle(edge)
+        if edge.result.skipped or edge.result.healed:
+            return edge.tainted and not edge.result.healed
         if difference.problem or not math.isfinite(difference.relative):
             return self._problem(edge, difference)
         found.compared += 1
@@ -236,7 +357,7 @@ class _Judge:
         limit = _copy_limit(pair)
         if difference.relative <= limit:
             return False
-        origin = CONFIGURED if pair.dtype in SCALARS else "copied, not computed"
+        origin = CONFIGURED if pair.dtype in SCALARS else HANDED_ON
         self._add(edge, difference, "introduced", "relative difference", difference.relative, limit, origin)
         return True
 

@@ -28,7 +28,7 @@ LOSS = "loss"
 
 @dataclass(slots=True)
 class Pair:
-    """One tensor on both sides. ``position`` is filled by the walk, the rest by pairing.
+    """One tensor on both sides. ``given`` is filled by the walk, the rest by pairing.
 
     Attributes:
         owner: dotted path of the module it belongs to; of a parameter or an attribute, the module that holds it.
@@ -38,6 +38,11 @@ class Pair:
         discrete: integers or booleans: indices, ids, masks.
         reordered: an index whose values are the same in another order.
         identity: what tells whether two rows of golden hold the same values, or None.
+        bound: how far off the two are at least, of rows in an unknown order, where others are exact; else None. As a
+            source such a pair is no nearer than what it was computed from, which the walk fills in.
+        skipped: the two cannot be compared at all, which is a bound of 0 that nobody judges.
+        given: it went into the run, or is a copy of what did: no module chose it.
+        healed: it differs, and a module that was given it computes the same; as a source it is as good as equal.
     """
 
     owner: str
@@ -58,6 +63,10 @@ class Pair:
     by_statistics: Difference | None = None
     same_dtype: bool = True
     reordered: bool = False
+    bound: float | None = None
+    skipped: bool = False
+    healed: bool = False
+    given: bool = False
 
     @property
     def quantity(self) -> str:
@@ -94,13 +103,14 @@ class Scope:
     def add(self, pair: Pair, tainted: bool) -> None:
         """Let what comes after depend on ``pair``."""
         self.empty = False
-        error = pair.difference.relative
+        error = rounding(pair.dtype) if pair.healed else pair.difference.relative
         if error > self.error:
             self.error = error if math.isfinite(error) else max(self.error, 1.0)
         self.tainted |= tainted
         self.unusable |= not math.isfinite(error)
-        self.moved |= pair.discrete and error > 0.0
-        if not pair.discrete and math.isfinite(error) and pair.kind == "module":
+        as_usual = not pair.skipped and not pair.healed
+        self.moved |= pair.discrete and error > 0.0 and as_usual and not pair.given
+        if not pair.discrete and math.isfinite(error) and pair.kind == "module" and as_usual:
             self.last = pair.difference
         if pair.identity is not None:
             self.copies.setdefault(pair.identity, pair)
@@ -308,6 +318,7 @@ class _Walk:
         self.position += 1
         twin = scope.copies.get(pair.identity) if pair.identity is not None else None
         error, tainted = scope.error, scope.tainted
+        pair.given = kind == "input" or twin is not None and twin.given
         if twin is not None:
             kind, error, tainted = "copy", twin.difference.relative, self.flag.get(id(twin), False)
             unordered = twin.unordered
@@ -320,10 +331,11 @@ class _Walk:
             kind, culprit, key, pair, error, tainted, scope.unusable, moved, unordered, self.position, twin, source,
             tokens, index,
         )  # fmt: skip
-        if kind == "own" and pair.discrete:
+        if kind == "own" and pair.discrete and not pair.skipped:
             self.indices[id(pair)] = edge
         self.flag[id(pair)] = self.judge(edge)
-        self.flipped |= pair.discrete and pair.kind == "module" and pair.difference.relative > 0.0
+        moves = pair.discrete and pair.kind == "module" and not (pair.skipped or pair.healed or pair.given)
+        self.flipped |= moves and pair.difference.relative > 0.0
 
     def _values(self) -> None:
         """Fields of the pipeline: as exact as the model's dtype and its outputs allow, and sources of the loss."""
@@ -428,7 +440,7 @@ class _Walk:
                     pair,
                     scope,
                     source=_largest(node.inputs),
-                    tokens=max(map(_rows, node.inputs), default=1),
+                    tokens=max((_rows(pair) for pair in node.inputs if not pair.skipped), default=1),
                 )
         outer.empty = False
         if not node.outputs:
@@ -448,7 +460,11 @@ def _rows(pair: Pair) -> int:
 
 
 def _largest(pairs: list[Pair]) -> Difference | None:
-    floats = [pair.difference for pair in pairs if not pair.discrete and math.isfinite(pair.difference.relative)]
+    floats = [
+        pair.difference
+        for pair in pairs
+        if not pair.discrete and not pair.skipped and not pair.healed and math.isfinite(pair.difference.relative)
+    ]
     return max(floats, key=lambda difference: difference.relative, default=None)
 
 

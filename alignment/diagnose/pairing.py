@@ -322,11 +322,16 @@ def _pair(module: str, call: int, golden: TensorRow, target: TensorRow, out: Pai
                         what="tensor", side="golden", name=name, detail=detail, skipped=True, disagrees=disagrees
                     )
                 )  # fmt: skip
+                pair.difference, pair.identity, pair.by_statistics = Difference(0.0), None, None
+                pair.skipped, pair.bound = True, None if pair.discrete else 0.0
+                pair.unordered = not holds_samples(module)
+                out.pairs.append(pair)
                 return
             if found is not None and not pair.difference.problem:
                 if pair.difference.detail != "statistics":
                     # a lower bound among exact numbers: as a source it must not claim more than a sketch could
                     found.relative, found.detail = max(found.relative, RESOLUTION), "sketch"
+                    pair.bound = None if pair.discrete else found.relative
                 pair.difference, pair.identity = found, None
     out.pairs.append(pair)
 

@@ -592,6 +592,61 @@ def test_a_benign_difference_is_not_flagged(golden, tmp_path, name):
     assert stage.aligned, stage.reason()
 
 
+SHIFTS = range(1, 17)
+
+
+def shifted(positions, padding=0):
+    """What a model is called with whose tokens stand so many places later, behind padding that the loss ignores."""
+    ids = torch.cat([torch.full((BATCH, padding), 5), tokens()], 1)
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    places = torch.arange(positions - padding, positions + LENGTH)[None].clamp(min=0).expand(BATCH, -1)
+    return {
+        "ids": ids, "attention_mask": mask, "position_ids": places,
+        "loss": lambda logits: weighted(logits[:, -LENGTH:]),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unpadded(tmp_path_factory):
+    return {
+        dtype: captured(tmp_path_factory.mktemp("unpadded"), dtype=dtype, **shifted(0))
+        for dtype in (torch.bfloat16, torch.float32)
+    }
+
+
+@pytest.mark.parametrize("pads", (False, True), ids=("positions alone", "left padding"))
+def test_no_shift_of_positions_is_flagged_in_bfloat16(unpadded, tmp_path, pads):
+    # near ties of the routers move at some of them, and padding is among the rows of experts
+    for shift in SHIFTS:
+        target = captured(tmp_path / str(shift), dtype=torch.bfloat16, **shifted(shift, shift if pads else 0))
+        stage = compare_captures(unpadded[torch.bfloat16], target).stages[0]
+        assert stage.aligned, f"{shift}: {stage.reason()}"
+        assert "differ without effect ((root) in kwargs.position_ids)" in stage.reason()
+
+
+BEHIND_A_SHIFT = {
+    **{name: FAULTS[name] for name in (
+        "positions of the key off by one", "heads of keys permuted", "mla-softmax-scale-v-head-dim",
+        "routed-scaling-not-forwarded", "weights combined in another order", "moe-output-reduced-twice",
+        "moe-activation-hardcoded", "norm with another epsilon",
+    )},
+    # other frequencies: then the shift is not without effect, and what was given is what differs first
+    "mla-rope-type-assumed-yarn": (FAULTS["mla-rope-type-assumed-yarn"][0], ""),
+    **{name: BACKWARD[name] for name in (
+        "expert-wgrad-added-twice", "allgather-backward-sums-duplicates", "fused-loss-drops-hidden-grad",
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("name", BEHIND_A_SHIFT)
+def test_a_fault_is_named_behind_a_shift_of_positions(unpadded, tmp_path, name, dtype):
+    change, culprit = BEHIND_A_SHIFT[name]
+    stage = compare_captures(unpadded[dtype], captured(tmp_path, change, dtype=dtype, **shifted(7, 7))).stages[0]
+    assert stage.first is not None and stage.first.module == culprit, stage.reason()
+
+
 def test_bfloat16_against_float32_is_not_flagged(golden, tmp_path):
     stage = compare_captures(golden("float32"), captured(tmp_path, dtype=torch.bfloat16)).stages[0]
     assert stage.aligned, stage.reason()
