@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
 FORWARDED = (
     "ALIGNMENT_",
@@ -34,6 +35,13 @@ EVERY_CARD = {
 def is_secret(name: str) -> bool:
     """Whether a variable of this name may hold a secret; some that hold none (``VLLM_MAX_TOKENS``) count too."""
     return any(word in name.upper() for word in SECRET)
+
+
+def without_secrets(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The variables that everybody may see, and the others: Ray shows and logs the environment it is told to make, so
+    those are handed to the process itself."""
+    withheld = {name: value for name, value in environment.items() if is_secret(name)}
+    return {name: value for name, value in environment.items() if name not in withheld}, withheld
 
 
 def forwarded() -> dict[str, str]:

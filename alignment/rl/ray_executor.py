@@ -14,7 +14,7 @@ import torch
 from alignment.errors import InputError, UnavailableError
 from alignment.rl.batch import Batch
 from alignment.rl.executor import Placement, WorkerGroup, join, run_setup, shares
-from alignment.rl.forwarded import EVERY_CARD, forwarded
+from alignment.rl.forwarded import EVERY_CARD, forwarded, without_secrets
 from alignment.rl.observers import observed
 from alignment.rl.worker import Dispatch, Worker, WorkerSetting, dispatch_of
 
@@ -52,8 +52,10 @@ class Rank:
         world_size: int,
         rendezvous: str | None,
         worker_setup: str | None,
+        withheld: Mapping[str, str],
     ) -> None:
-        """Brings up the worker of this process."""
+        """Brings up the worker of this process; ``withheld`` is what Ray was not told of its environment."""
+        os.environ.update(withheld)
         if os.environ.get("ALIGNMENT_EMULATE_NPU"):
             from alignment.devices.emulated_npu import install_if_requested
 
@@ -195,6 +197,7 @@ class RayExecutor:
         self._worker_setup, self._address, self._debug = worker_setup, address, debug
         self._actors: list[Any] = []
         self._connected = self._watched = False
+        self._withheld: Mapping[str, str] = {}
 
     def start(self, setting: WorkerSetting, placement: Placement) -> Mapping[str, WorkerGroup]:
         """See :class:`~alignment.rl.executor.Executor`. Workers of all groups are brought up at the same time.
@@ -207,12 +210,13 @@ class RayExecutor:
         import ray
 
         self._watched = bool(setting.observers)
+        environment, self._withheld = without_secrets(worker_environment(placement))
         remote = ray.remote(Rank).options(
             num_cpus=0,
             max_restarts=0,
             # Ranks of a cluster of several nodes belong on all of them: they reserve nothing that would part them.
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": worker_environment(placement)},
+            runtime_env={"env_vars": environment},
         )
         building = [self._begin(remote, roles, setting, placement) for roles in placement.groups()]
         for group, references in building:
@@ -230,7 +234,7 @@ class RayExecutor:
         if size > 1:
             [rendezvous] = group.gather("start", [group.actors[0].rendezvous.remote()])
         return group, [
-            actor.build.remote(setting, roles, rank, size, rendezvous, self._worker_setup)
+            actor.build.remote(setting, roles, rank, size, rendezvous, self._worker_setup, self._withheld)
             for rank, actor in enumerate(group.actors)
         ]
 
@@ -345,11 +349,12 @@ def call_on_every_card(
                 f"no node of the cluster has a {kind}", where="Ray", next_step="start Ray with its cards as resources"
             )
 
-        def call(node: str, device: str, rank: int) -> Any:
+        def call(node: str, device: str, rank: int, withheld: Mapping[str, str]) -> Any:
+            os.environ.update(withheld)
             run_setup(worker_setup)
             return function(node, device, rank)
 
-        environment = worker_environment(Placement(roles=(), world_size=len(cards)))
+        environment, withheld = without_secrets(worker_environment(Placement(roles=(), world_size=len(cards))))
         references = []
         for rank, (node_id, name, device) in enumerate(cards):
             task = ray.remote(call).options(
@@ -359,7 +364,7 @@ def call_on_every_card(
                 # A card that dies is an answer; running its job elsewhere would hide it.
                 max_retries=0,
             )
-            references.append((name, device, rank, task.remote(name, device, rank)))
+            references.append((name, device, rank, task.remote(name, device, rank, withheld)))
         deadline = None if timeout is None else time.monotonic() + timeout
         return [(name, device, rank, _answer(reference, deadline)) for name, device, rank, reference in references]
     finally:
