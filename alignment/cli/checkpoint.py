@@ -35,7 +35,10 @@ def convert_fp8(source: SourceArgument, target: TargetArgument, as_json: JsonOpt
 
 @checkpoint_app.command("examine")
 def examine(
-    path: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint, global_step_<N>, or the folder of those.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="A Hugging Face or distributed checkpoint, global_step_<N>, or the folder of those."),
+    ],
     ranks: Annotated[Optional[int], typer.Option(min=1, help="Of the run that will resume from it.")] = None,
     as_json: JsonOption = False,
 ) -> None:

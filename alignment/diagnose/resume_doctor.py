@@ -1,6 +1,6 @@
 """A checkpoint examined before it is trusted: every file, key and count that a resume would only miss halfway.
 
-Nothing is loaded: headers of safetensors files, indices and JSON say enough.
+No weight is loaded: headers of safetensors files, indices, JSON and the optimizer's step counters say enough.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alignment.backends.megatron_dist_checkpoint import MARK
+from alignment.backends.megatron_dist_checkpoint import check as check_distributed
 from alignment.diagnose.run_data import world_size
 from alignment.errors import InputError
 from alignment.files import read_json
@@ -19,6 +21,10 @@ from alignment.weights.indexed_save import read_index
 
 MEGATRON, FSDP, GOLDEN = "megatron.json", "fsdp.json", "schedule.json"
 _STEP = "global_step_"
+_POLICY = "actor_rollout_ref.actor."
+_GENERATORS = frozenset({"python", "numpy", "torch"})
+_UNTRAINED = ("e_score_correction_bias",)
+"""Steered by the load of the experts, not by a gradient: it has no moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,8 @@ def examine_checkpoint(path: Path, *, ranks: int | None = None) -> tuple[Symptom
     """Every symptom of a checkpoint; none where it can be trusted.
 
     Args:
-        path: a Hugging Face checkpoint, one ``global_step_<N>`` of a run, or the folder of all of them.
+        path: a Hugging Face checkpoint, one ``global_step_<N>`` of a run, the folder of all of them, or a distributed
+            checkpoint of megatron-core that :mod:`alignment.backends.megatron_dist_checkpoint` wrote.
         ranks: of the run that will resume; as many as saved where it is not said.
 
     Raises:
@@ -52,9 +59,37 @@ def examine_checkpoint(path: Path, *, ranks: int | None = None) -> tuple[Symptom
         return tuple(_root(path, ranks))
     if (path / "config.json").is_file():
         return tuple(_weights(path))
+    if (path / MARK).is_file() or (path / ".metadata").is_file():
+        return tuple(_distributed(path))
     raise InputError(
-        "there is no checkpoint here", where=path, expected=f"config.json, {STATE} or {_STEP}<N>", found="none of them"
+        "there is no checkpoint here",
+        where=path,
+        expected=f"config.json, {STATE}, {MARK} or {_STEP}<N>",
+        found="none of them",
     )
+
+
+def _distributed(path: Path) -> Iterator[Symptom]:
+    """Of megatron-core's own format: every file as it was written. Its keys are in pickles, which are not read.
+
+    Raises:
+        InputError: another program wrote it.
+    """
+    if not (path / MARK).is_file():
+        check_distributed(path, {})
+    mark = read_json(path / MARK)
+    try:
+        check_distributed(path, mark.get("config") or {})
+    except InputError as damage:
+        yield Symptom(
+            where=str(damage.where or path),
+            problem=damage.problem,
+            expected=str(damage.expected or ""),
+            found=str(damage.found or ""),
+        )
+    for name in ("source", "config"):
+        if not mark.get(name):
+            yield Symptom(where=f"{path / MARK}: {name}", problem="nothing says whose weights these are")
 
 
 def _root(path: Path, ranks: int | None) -> Iterator[Symptom]:
@@ -106,9 +141,43 @@ def _run_checkpoint(path: Path, ranks: int | None) -> Iterator[Symptom]:
                 expected=f"{group}_{missing[0]}.safetensors",
             )
     for file in generators:
-        yield from _readable(file)
+        damage = list(_readable(file))
+        yield from damage
+        lacking = sorted(_GENERATORS - set(() if damage else _keys(file)))
+        if lacking and not damage:
+            yield Symptom(where=str(file), problem=f"the generator of {lacking[0]} is missing")
     for role in roles:
         yield from _engine(path / role, wanted, step=step, updates=_updates_per_step(state, role))
+    if "actor" in roles:
+        yield from _layout(path / "actor", state.get("config") or {})
+
+
+def _layout(folder: Path, config: Mapping[str, Any]) -> Iterator[Symptom]:
+    """The layout of the optimizer state against the run's: equally many ranks may hold other parts of it."""
+    expected: dict[str, Any] = {}
+    if (folder / MEGATRON).is_file():
+        what, layout = MEGATRON, read_json(folder / MEGATRON)
+        prefix = f"{_POLICY}megatron."
+        for key, value in config.items():
+            name = key.removeprefix(prefix).removeprefix("override_transformer_config.")
+            if key.startswith(prefix) and name in layout:
+                expected[name] = value
+    elif (folder / FSDP).is_file():
+        what, layout = FSDP, read_json(folder / FSDP).get("layout") or {}
+        expected["model"] = config.get(f"{_POLICY}fsdp_config.model")
+    else:
+        return
+    dtype = config.get("actor_rollout_ref.model.dtype")
+    if dtype is not None:
+        expected["dtype"] = f"torch.{dtype}"
+    for name, value in sorted(expected.items()):
+        if name in layout and layout[name] != value:
+            yield Symptom(
+                where=f"{folder / what}: {name}",
+                problem="the optimizer state has another layout than the run that saved it",
+                expected=str(value),
+                found=str(layout[name]),
+            )
 
 
 def _data(path: Path, state: Mapping[str, Any], step: int | None) -> Iterator[Symptom]:
@@ -116,6 +185,15 @@ def _data(path: Path, state: Mapping[str, Any], step: int | None) -> Iterator[Sy
     if not isinstance(data, Mapping):
         yield Symptom(where=f"{path / STATE}: data", problem="the position in the data is missing")
         return
+    config = state.get("config") or {}
+    for name, key in (("seed", "data.seed"), ("shuffle", "data.shuffle")):
+        if name in data and config.get(key) is not None and data[name] != config[key]:
+            yield Symptom(
+                where=f"{path / STATE}: data.{name}",
+                problem="the position is one in another order of prompts than the run's",
+                expected=str(config[key]),
+                found=str(data[name]),
+            )
     position, batch, epoch = data.get("position"), data.get("batch_size"), data.get("epoch")
     # One generation of distillation feeds several steps.
     per_batch = int((state.get("config") or {}).get("gkd.steps_per_generation") or 1)
@@ -171,6 +249,7 @@ def _engine(folder: Path, ranks: int, *, step: int | None, updates: int | None) 
         yield from damage
         if not damage:
             yield from _moments(file, started=bool(made))
+            yield from _counters(file, made)
     if (weights / "config.json").is_file():
         yield from _weights(weights)
     else:
@@ -198,6 +277,8 @@ def _moments(file: Path, *, started: bool) -> Iterator[Symptom]:
         )
     for name, held in sorted(kinds.items()):
         lacking = sorted(everything - held)
+        if held == {"main"} and name.endswith(_UNTRAINED):
+            continue
         if lacking:
             yield Symptom(
                 where=str(file),
@@ -206,6 +287,25 @@ def _moments(file: Path, *, started: bool) -> Iterator[Symptom]:
                 found=f"no {lacking[0]}",
             )
             return
+
+
+def _counters(file: Path, updates: Any) -> Iterator[Symptom]:
+    """The steps that the optimizer itself has counted, where its state says so: a file of another checkpoint shows."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="np") as opened:
+        for key in opened.keys():
+            if not key.endswith(".step") or opened.get_slice(key).get_shape():
+                continue
+            counted = float(opened.get_tensor(key))
+            if updates is not None and counted != updates:
+                yield Symptom(
+                    where=f"{file}: {key}",
+                    problem="the optimizer has counted another number of steps: the file is another checkpoint's",
+                    expected=str(updates),
+                    found=f"{counted:g}",
+                )
+                return
 
 
 def _weights(folder: Path) -> Iterator[Symptom]:

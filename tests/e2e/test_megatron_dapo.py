@@ -13,6 +13,7 @@ import dapo_world
 import pytest
 
 from alignment.diagnose.failure_modes import find_failure_modes
+from alignment.diagnose.resume_doctor import examine_checkpoint
 from alignment.diagnose.run_stages import open_run
 from alignment.diagnose.triage import triage
 from alignment.errors import InputError, UnavailableError
@@ -174,6 +175,17 @@ def test_killed_and_resumed_gives_the_uninterrupted_curve(even_world, rollouts, 
     for ours in sorted((tmp_path / "checkpoints" / f"global_step_{STEPS}" / "actor").rglob("*.safetensors")):
         theirs = straight / ours.relative_to(tmp_path)
         assert ours.read_bytes() == theirs.read_bytes(), ours.name
+
+
+def test_the_doctor_trusts_what_was_saved_and_sees_the_state_of_another_step(straight, tmp_path):
+    saved = straight / "checkpoints"
+    assert examine_checkpoint(saved) == ()
+    copy = shutil.copytree(saved, tmp_path / "checkpoints")
+    file = "actor/optimizer_rank_1.safetensors"
+    shutil.copy(copy / "global_step_1" / file, copy / f"global_step_{STEPS}" / file)
+    (found,) = examine_checkpoint(copy)
+    assert found.where.startswith(str(copy / f"global_step_{STEPS}" / file))
+    assert found.problem == "the optimizer has counted another number of steps: the file is another checkpoint's"
 
 
 def test_the_optimizer_state_matters(even_world, rollouts, straight, tmp_path):

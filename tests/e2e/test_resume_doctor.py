@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
 import dapo_world
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -52,6 +54,13 @@ def test_a_healthy_checkpoint_has_no_symptom(saved, world):
     assert "can be trusted" in shown.output
 
 
+def without_generator(folder):
+    path = folder / "rng_actor_0.safetensors"
+    state = load_file(path)
+    state.pop("numpy")
+    save_file(state, path)
+
+
 def without_moment(folder):
     path = folder / "actor" / "optimizer.safetensors"
     state = load_file(path)
@@ -66,6 +75,8 @@ DAMAGE = {
     "data": (lambda root, last: edit(last / "state.json", lambda d: d["data"].update(position=4)), "fewer prompts were used"),
     "no data": (lambda root, last: edit(last / "state.json", lambda d: d.pop("data")), "the position in the data is missing"),
     "generators": (lambda root, last: (last / "rng_actor_0.safetensors").unlink(), "the generators of a rank are missing"),
+    "generator": (lambda root, last: without_generator(last), "the generator of numpy is missing"),
+    "order": (lambda root, last: edit(last / "state.json", lambda d: d["data"].update(seed=2)), "one in another order of prompts"),
     "schedule": (lambda root, last: (last / "actor" / "schedule.json").unlink(), "the schedule is missing"),
     "updates": (lambda root, last: edit(last / "actor" / "schedule.json", lambda d: d.update(updates=1)), "another number of steps"),
     "optimizer": (lambda root, last: (last / "actor" / "optimizer.safetensors").unlink(), "the optimizer state of a rank is missing"),
@@ -118,6 +129,87 @@ def test_a_layout_that_the_optimizer_state_does_not_have(checkpoints):
     assert "world_size: the optimizer state has another layout; expected 1; found 2" in found[0]
     assert "the state of 0 is not whole" in found[1] and "no main" in found[1]
     assert len(found) == 2
+
+
+def as_megatron(checkpoints, **layout):
+    """The last checkpoint as megatron-core's engine keeps it, on one rank, with a state of one parameter."""
+    last = checkpoints / "global_step_3"
+    actor = last / "actor"
+    (actor / "megatron.json").write_text(json.dumps({"updates": 3, "world_size": 1, **layout}))
+    (actor / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.move(actor / name, actor / "model" / name)
+    moments = load_file(actor / "optimizer.safetensors")
+    whole = {f"0.{kind}": moments[f"{kind}.lm_head.weight"] for kind in ("exp_avg", "exp_avg_sq")}
+    whole |= {"0.main": whole["0.exp_avg"].clone(), "0.step": torch.tensor(3.0)}
+    save_file(whole, actor / "optimizer_rank_0.safetensors")
+    return actor
+
+
+def test_equally_many_ranks_in_another_layout(checkpoints):
+    """The case of the field once more: the number of ranks fits, the sizes do not."""
+    actor = as_megatron(checkpoints, tensor_model_parallel_size=1, dtype="torch.float32")
+    assert problems(checkpoints) == []
+    edit(actor / "megatron.json", lambda d: d.update(tensor_model_parallel_size=2, dtype="torch.bfloat16"))
+    dtype, size = problems(checkpoints)
+    another = "the optimizer state has another layout than the run that saved it"
+    assert f"megatron.json: dtype: {another}; expected torch.float32; found torch.bfloat16" in dtype
+    assert f"megatron.json: tensor_model_parallel_size: {another}; expected 1; found 2" in size
+
+
+def test_an_optimizer_file_of_another_checkpoint(checkpoints):
+    """Whole and of the right layout, and two steps behind: its own counter says so."""
+    file = as_megatron(checkpoints) / "optimizer_rank_0.safetensors"
+    assert problems(checkpoints) == []
+    save_file({**load_file(file), "0.step": torch.tensor(1.0)}, file)
+    (found,) = problems(checkpoints)
+    assert "the optimizer has counted another number of steps: the file is another checkpoint's" in found
+    assert "0.step" in found and found.endswith("expected 3; found 1")
+
+
+def test_what_no_gradient_moves_has_no_moments(checkpoints):
+    """The bias that balances experts has a main weight alone; any other weight without moments has lost them."""
+    file = checkpoints / "global_step_3" / "actor" / "optimizer.safetensors"
+    state = load_file(file)
+    names = {key.removeprefix("exp_avg.") for key in state if key.startswith("exp_avg.")}
+    mains = {f"main.{name}": state[f"exp_avg.{name}"].clone() for name in names}
+    bias = "main.model.layers.1.mlp.gate.e_score_correction_bias"
+    save_file(state | mains | {bias: torch.zeros(4)}, file)
+    assert problems(checkpoints) == []
+    for key in ("exp_avg.lm_head.weight", "exp_avg_sq.lm_head.weight"):
+        state.pop(key)
+    save_file(state | mains | {bias: torch.zeros(4)}, file)
+    (found,) = problems(checkpoints)
+    assert "the state of lm_head.weight is not whole" in found
+
+
+def test_a_distributed_checkpoint_is_held_to_what_was_written(tmp_path):
+    """megatron-core's own files, by their sizes and hashes: nothing of them is unpickled."""
+    from alignment.backends.megatron_dist_checkpoint import MARK
+
+    written = {".metadata": b"pickle", "common.pt": b"pickle too", "__0_0.distcp": b"tensors"}
+    for name, content in written.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match="not a distributed checkpoint of this package; others are pickles"):
+        examine_checkpoint(tmp_path)
+    mark = {
+        "source": "a hash",
+        "config": {"hidden_size": 32},
+        "files": {name: hashlib.sha256(written[name]).hexdigest() for name in (".metadata", "common.pt")},
+        "sizes": {name: len(content) for name, content in written.items()},
+    }
+    (tmp_path / MARK).write_text(json.dumps(mark))
+    assert problems(tmp_path) == []
+    (tmp_path / "common.pt").write_bytes(b"pickle two")
+    assert "common.pt: the file is not the one that was written" in problems(tmp_path)[0]
+    (tmp_path / "common.pt").write_bytes(written["common.pt"])
+    (tmp_path / "__0_0.distcp").unlink()
+    assert problems(tmp_path) == [
+        f"{tmp_path / '__0_0.distcp'}: the file is not the one that was written; expected 7 bytes; found no bytes"
+    ]
+    (tmp_path / "__0_0.distcp").write_bytes(written["__0_0.distcp"])
+    (tmp_path / MARK).write_text(json.dumps({**mark, "source": ""}))
+    assert "source: nothing says whose weights these are" in problems(tmp_path)[0]
 
 
 def test_the_key_that_training_never_produces(world, tmp_path):
