@@ -49,6 +49,7 @@ def triage(
         console.print(f"failure mode: {mode.name} at step {mode.step}: {mode.evidence}", markup=False, highlight=False)
     if found.first is not None:
         console.print(f"first divergence: {found.first}", markup=False, highlight=False)
-    for command in dict.fromkeys(axis.next_command for axis in found.axes if axis.next_command):
-        console.print(f"next: {command}", markup=False, highlight=False)
+    for label, commands in (("next", found.next_commands), ("still to run", found.open_commands)):
+        for command in commands:
+            console.print(f"{label}: {command}", markup=False, highlight=False)
     raise typer.Exit(found.exit_code)

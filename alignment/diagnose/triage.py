@@ -51,6 +51,19 @@ class Triage:
             return MISALIGNED
         return ALIGNED if any(axis.outcome is Outcome.PASS for axis in self.axes) else USAGE
 
+    @property
+    def next_commands(self) -> tuple[str, ...]:
+        """What to run next: for each cause in turn its own command or its axis's; where there is none, every axis's."""
+        by_axis = {axis.axis: axis.next_command for axis in self.axes}
+        told = [cause.next_command or by_axis[cause.axis] for cause in self.causes] or by_axis.values()
+        return tuple(dict.fromkeys(command for command in told if command))
+
+    @property
+    def open_commands(self) -> tuple[str, ...]:
+        """What the other axes would like to have run: less urgent where a cause is known."""
+        told = dict.fromkeys(axis.next_command for axis in self.axes if axis.next_command)
+        return tuple(command for command in told if command not in self.next_commands)
+
     def to_dict(self) -> dict:
         return {
             "dut": str(self.dut),
@@ -60,6 +73,8 @@ class Triage:
             "failure_modes": [vars(mode) for mode in self.modes],
             "first_divergence": str(self.first) if self.first else None,
             "axes": [axis.to_dict() for axis in self.axes],
+            "next_commands": list(self.next_commands),
+            "open_commands": list(self.open_commands),
         }
 
 

@@ -135,16 +135,24 @@ def generate_mixture(tasks: Sequence[Task], count: int, *, seed: int, split: str
     return [q for task, n in zip(tasks, counts, strict=True) for q in generate(task, n, seed=seed, split=split)]
 
 
-def verl_rows(questions: Sequence[Question], *, split: str) -> list[dict[str, Any]]:
+def verl_rows(
+    questions: Sequence[Question], *, split: str, few_shot: Sequence[Question] = (), instruction: str = ""
+) -> list[dict[str, Any]]:
     """The questions as rows of verl's parquet format.
+
+    Every prompt begins with ``instruction`` as the system's message and ``few_shot`` as turns that were answered, where
+    they are given; the names of prompts are those of the questions alone.
 
     Columns: ``data_source``, ``prompt`` (chat messages), ``ability``, ``reward_model`` {style, ground_truth},
     ``extra_info`` {index, split, prompt_id, metadata (JSON that the verifier reads, or empty)}.
     """
+    before = [{"role": "system", "content": instruction}] if instruction else []
+    for shown in few_shot:
+        before += [{"role": "user", "content": shown.question}, {"role": "assistant", "content": shown.answer}]
     return [
         {
             "data_source": q.data_source,
-            "prompt": [{"role": "user", "content": q.question}],
+            "prompt": [*before, {"role": "user", "content": q.question}],
             "ability": "reasoning",
             "reward_model": {"style": "rule", "ground_truth": q.answer},
             "extra_info": {

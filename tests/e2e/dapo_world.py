@@ -13,7 +13,8 @@ from alignment.backends.rollout import SamplingParams
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import ModelConfig, preset
 from alignment.rl.config import TrainConfig, unflatten
-from alignment.rl.data import Prompt, PromptSet, prompt_batch
+from alignment.rl.data import Prompt, PromptSet, prompt_batch, write_parquet
+from alignment.rl.tasks import Question, verl_rows
 from alignment.rl.tokenizer import Tokenizer, train_tokenizer
 from alignment.weights.checkpoint import save_checkpoint
 
@@ -107,6 +108,24 @@ def config(root: Path, **changes) -> TrainConfig:
     }
     tree.update({key.replace("__", "."): value for key, value in changes.items()})
     return TrainConfig.from_dict(unflatten(tree))
+
+
+def asked_in_chat(root: Path, directory: Path, **recipe) -> dict[str, object]:
+    """The same questions in the chat template, with the instruction and few-shot examples of ``recipe``
+    (:func:`~alignment.rl.tasks.verl_rows`), as parquet; as changes of :func:`config`.
+    """
+    tokenizer = Tokenizer(root / "model")
+    questions = [
+        Question(data_source=p.data_source, question=tokenizer.decode(p.token_ids), answer=p.ground_truth, metadata={})
+        for p in PromptSet.load(root / "prompts.json")
+    ]
+    directory.mkdir(exist_ok=True)
+    write_parquet(verl_rows(questions, split="rl", **recipe), directory / "asked.parquet")
+    return {
+        "data__train_files": [str(directory / "asked.parquet")],
+        "data__max_prompt_length": 48,
+        "trainer__total_training_steps": 1,
+    }
 
 
 def every_second_long(root: Path, directory: Path) -> dict[str, object]:

@@ -19,6 +19,7 @@ from alignment.diagnose.axes import AXES
 from alignment.diagnose.triage import triage
 from alignment.rl.data import PromptSet
 from alignment.rl.run import run_dapo
+from alignment.rl.tasks import Question
 from alignment.weights.checkpoint import load_config, load_state, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "diagnose"))
@@ -214,6 +215,24 @@ PLANTED = {
 }  # fmt: skip
 
 
+COMPARE, SYNC = "alignment compare ", "alignment run --only weight_sync "
+NEXT = {
+    "learning rate": "run again with actor_rollout_ref.actor.optim.lr=0.001",
+    "temperature": "run again with actor_rollout_ref.rollout.temperature=1.0",
+    "other prompts": "run again with 'data.train_files=[",
+    "chat template": "run again with 'data.train_files=[",
+    "softmax scale": COMPARE,
+    "optimizer": COMPARE,
+    "tensor": "run again with actor_rollout_ref.model.path=",
+    "structure": "run again with actor_rollout_ref.model.path=",
+    "stale weights": SYNC,
+    "garbled": SYNC,
+    "lenient scorer": COMPARE,
+    "strict extraction": COMPARE,
+}
+"""How the first command after each begins: that of the axis that was convicted."""
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_cause_is_named_first(world, baseline, tmp_path, name):
     axis, cause, changes, prepare, fault = PLANTED[name]
@@ -226,6 +245,8 @@ def test_a_planted_cause_is_named_first(world, baseline, tmp_path, name):
     assert found.causes, [str(report) for report in found.axes]
     first = found.causes[0]
     assert (first.axis, cause in first.cause) == (axis, True), first
+    assert found.next_commands[0].startswith(NEXT[name])
+    assert found.open_commands[0].startswith("alignment stress"), "nobody has stressed the cards"
 
 
 def test_an_aligned_run_has_no_cause(world, baseline, tmp_path):
@@ -261,6 +282,7 @@ def test_a_bad_card_is_named_first(world, baseline, tmp_path, workers, fault, ca
     (directory / "stress.json").write_text(told.stdout)
     found = triage(directory, baseline)
     assert found.causes[0].axis == HARDWARE and card in found.causes[0].cause
+    assert found.next_commands and not any(c.startswith("alignment stress") for c in found.open_commands)
 
 
 def test_a_known_bad_version_is_named_with_its_repair(world, baseline, tmp_path):
@@ -313,3 +335,67 @@ def test_the_command_shows_the_cause_and_exits_1(world, baseline, tmp_path):
     shown = CliRunner().invoke(app, ["triage", str(directory), str(baseline)])
     assert shown.exit_code == 1
     assert "1. hyper-parameters: actor_rollout_ref.actor.optim.lr: 0.001 → 0.002" in shown.output
+    told = [line for line in shown.output.splitlines() if line.startswith(("next: ", "still to run: "))]
+    assert told[0] == "next: run again with actor_rollout_ref.actor.optim.lr=0.001"
+    assert told[1].startswith("still to run: alignment stress --json > RUN/stress.json")
+
+
+def test_without_a_cause_every_axis_says_what_to_run_next(world, baseline, tmp_path):
+    found = triage(run(world, tmp_path / "run"), baseline)
+    assert found.next_commands[0].startswith("alignment stress --json") and found.open_commands == ()
+    assert found.to_dict()["next_commands"] == list(found.next_commands)
+
+
+# --- what is asked around the questions ---
+
+SHOWN = [
+    Question(data_source="reasoning_gym/gcd", question=f"{a} + 1 =", answer=str(a + 1), metadata={}) for a in range(3)
+]
+RECIPE = {"few_shot": SHOWN[:2], "instruction": "0 + 0 ="}
+
+
+@pytest.fixture(scope="module")
+def asked(world, tmp_path_factory):
+    """A run whose prompts have an instruction and two examples."""
+    pytest.importorskip("pyarrow")
+    place = tmp_path_factory.mktemp("asked")
+    return run(world, place / "run", **dapo_world.asked_in_chat(world, place, **RECIPE))
+
+
+def other_way_of_writing(world: Path) -> None:
+    path = world / "model" / "tokenizer_config.json"
+    document = json.loads(path.read_text())
+    document["chat_template"] = document["chat_template"].replace("{{ bos_token }}", "{{ bos_token }}{{ bos_token }}")
+    path.write_text(json.dumps(document))
+
+
+FEW_SHOT = "the few-shot examples of the prompts"
+
+
+@pytest.mark.parametrize(
+    "recipe, axis, cause, evidence",
+    [
+        ({"few_shot": SHOWN}, SCORING, FEW_SHOT, "2 examples → 3, number 3: none → '2 + 1 = → 3'"),
+        ({"few_shot": SHOWN[1:]}, SCORING, FEW_SHOT, "2 examples → 2, number 1: '0 + 1 = → 1' → '1 + 1 = → 2'"),
+        ({"few_shot": ()}, SCORING, FEW_SHOT, "2 examples → 0, number 1: '0 + 1 = → 1' → none"),
+        ({"instruction": ""}, SCORING, "the instruction of the prompts", "'0 + 0 =' → none"),
+        ({}, DATA, "one prompt is written in two ways: chat template", "token 1: "),
+    ],
+    ids=["one more", "others", "none", "instruction", "template"],
+)
+def test_the_part_of_a_prompt_that_differs_is_named(world, asked, tmp_path, recipe, axis, cause, evidence):
+    place = world
+    if not recipe:
+        place = copied(world, tmp_path)
+        other_way_of_writing(place)
+    changes = dapo_world.asked_in_chat(place, tmp_path, **{**RECIPE, **recipe})
+    found = triage(run(place, tmp_path / "run", **changes), asked)
+    first = found.causes[0]
+    assert (first.axis, first.cause) == (axis, cause), found.causes
+    assert first.evidence.startswith("batch 1, prompt gcd-") and evidence in first.evidence
+    assert found.next_commands[0].startswith("run again with 'data.train_files=[")
+
+
+def test_equal_prompts_in_chat_are_no_cause(world, asked, tmp_path):
+    found = triage(run(world, tmp_path / "run", **dapo_world.asked_in_chat(world, tmp_path, **RECIPE)), asked)
+    assert (found.causes, found.exit_code) == ((), 0)

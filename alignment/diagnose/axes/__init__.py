@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import read_json
@@ -61,6 +64,17 @@ def report(
     return AxisReport(
         axis=axis, outcome=outcome, reason=reason, findings=ordered, remarks=tuple(remarks), next_command=command
     )
+
+
+def overrides(config: Mapping[str, Any], fields: Iterable[str]) -> str:
+    """What to write on a command line for ``fields`` to be as in ``config``, those it has."""
+    import yaml
+
+    def written(value: Any) -> str:
+        plain = isinstance(value, str) and yaml.safe_load(value) == value
+        return value if plain else json.dumps(value, ensure_ascii=False)
+
+    return " ".join(shlex.quote(f"{field}={written(config[field])}") for field in fields if field in config)
 
 
 def read_answer(path: Path, *, command: str) -> list[Verdict]:

@@ -7,19 +7,24 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.axes import AXES, AxisReport, Finding, overrides, report
+from alignment.diagnose.axes.prompt_parts import (
+    MODEL,
+    QUESTION,
+    RECIPE,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENS,
+    first_difference,
+    recorded_pairs,
+)
 from alignment.diagnose.run_stages import RunData
 from alignment.errors import InputError
 from alignment.files import read_json
-from alignment.rl.batch_record import BatchRecord
 from alignment.rl.tracking import GROUPS, read_series
 
 AXIS = AXES[1]
-_MODEL, _TOKENIZER = "actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path"
-FIRST, AROUND = 10, (9, 10, 11)
-"""The first ten batches, those around step 10, and then all that are left: where people look."""
+_FILES = "data.train_files"
 
 
 def named(run: RunData) -> bool:
@@ -48,19 +53,13 @@ def check(dut: RunData, baseline: RunData) -> AxisReport:
         if ours[step] != theirs[step]:
             findings.append(_parted(step, ours[step], theirs[step], _alike(ours, theirs, steps)))
             break
-    recorded = 0
-    for step in _in_order(steps):
-        if findings:
-            break
-        pair = dut.batch(step), baseline.batch(step)
-        if None not in pair:
-            recorded += 1
-            found = _tokens(step, *pair)
-            if found:
-                findings.append(found)
+    recorded = 0 if findings else len(recorded_pairs(dut, baseline))
+    written = None if findings else first_difference(dut, baseline)
+    if written is not None and written.part not in RECIPE:
+        findings.append(Finding(axis=AXIS, cause=_WRITTEN[written.part], evidence=written.evidence))
     findings += _tokenizers(dut, baseline)
     hashes = [run.provenance_hash("data_hash") for run in (dut, baseline)]
-    if not findings and None not in hashes and hashes[0] != hashes[1]:
+    if not findings and written is None and None not in hashes and hashes[0] != hashes[1]:
         findings.append(
             Finding(
                 axis=AXIS,
@@ -70,9 +69,26 @@ def check(dut: RunData, baseline: RunData) -> AxisReport:
             )
         )
     compared = f"{len(steps)} batches have the same prompts in the same order"
-    if recorded:
+    if written is not None:
+        compared += f"; {written.part} around them differ: see the scoring"
+    elif recorded:
         compared += f", {recorded} of them compared token by token"
-    return report(AXIS, findings, compared=compared)
+    return report(AXIS, findings, compared=compared, next_command=next_data(dut, baseline) if findings else "")
+
+
+_WRITTEN = {
+    QUESTION: "one name, two questions",
+    TEMPLATE: "one prompt is written in two ways: chat template",
+    TOKENS: "one prompt is tokenised in two ways: tokenizer",
+    "": "one prompt is tokenised in two ways: tokenizer or chat template",
+}
+
+
+def next_data(dut: RunData, baseline: RunData) -> str:
+    """The baseline's data for the run under test, or the first stage that parts where both name the same."""
+    if dut.config.get(_FILES) != baseline.config.get(_FILES) and baseline.config.get(_FILES):
+        return f"run again with {overrides(baseline.config, [_FILES])}"
+    return f"alignment compare {baseline.directory} {dut.directory}"
 
 
 def _parted(step: int, ours: Sequence[str], theirs: Sequence[str], order_only: bool) -> Finding:
@@ -89,28 +105,9 @@ def _alike(ours: dict[int, list[str]], theirs: dict[int, list[str]], steps: Iter
     return counted[0] == counted[1]
 
 
-def _tokens(step: int, ours: BatchRecord, theirs: BatchRecord) -> Finding | None:
-    rows = {prompt: i for i, prompt in reversed(list(enumerate(theirs.prompt_ids)))}
-    for i, prompt in enumerate(ours.prompt_ids):
-        if prompt not in rows:
-            continue
-        a, b = _prompt(ours, i), _prompt(theirs, rows[prompt])
-        if a.tolist() != b.tolist():
-            length = min(len(a), len(b))
-            different = np.flatnonzero(a[:length] != b[:length])
-            at = int(different[0]) if len(different) else length
-            return Finding(
-                axis=AXIS,
-                cause="one prompt is tokenised in two ways: tokenizer or chat template",
-                evidence=f"batch {step}, prompt {prompt}, token {at}: "
-                f"{b[at : at + 1].tolist()} → {a[at : at + 1].tolist()}",
-            )
-    return None
-
-
 def _tokenizers(dut: RunData, baseline: RunData) -> list[Finding]:
     """What differs in the tokenizers that the two configurations name, where both folders are there."""
-    folders = [run.config.get(_TOKENIZER) or run.config.get(_MODEL) for run in (dut, baseline)]
+    folders = [run.config.get(TOKENIZER) or run.config.get(MODEL) for run in (dut, baseline)]
     if None in folders or not all(Path(str(folder)).is_dir() for folder in folders):
         return []
     findings = []
@@ -150,16 +147,6 @@ def _json(path: Path) -> dict:
     except InputError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _prompt(batch: BatchRecord, row: int) -> np.ndarray:
-    return batch.tensors["prompts"][row][batch.tensors["prompt_mask"][row] != 0]
-
-
-def _in_order(steps: Sequence[int]) -> list[int]:
-    """The first ten, around step ten, then the rest."""
-    early = [step for step in steps if step <= FIRST or step in AROUND]
-    return early + [step for step in steps if step not in early]
 
 
 def _name(prompts: Sequence[str], place: int) -> str:

@@ -41,4 +41,4 @@ def check(directory: Path) -> AxisReport:
         )
         for v in bad
     ]
-    return report(AXIS, findings, compared=f"{len(verdicts)} cards gave equal bits")
+    return report(AXIS, findings, compared=f"{len(verdicts)} cards gave equal bits", next_command=NEXT if bad else "")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.axes import AXES, AxisReport, Finding, overrides, report
 from alignment.diagnose.axes.megatron_arguments import megatron_arguments
 from alignment.diagnose.run_stages import RunData
 from alignment.rl.config import DEVICE_ONLY_FIELDS
@@ -54,6 +54,11 @@ def differences(dut: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str
     return {key: (baseline.get(key), dut.get(key)) for key in keys if baseline.get(key) != dut.get(key)}
 
 
+def _again(findings: Sequence[Finding], baseline: RunData) -> str:
+    changes = overrides(baseline.config, [finding.cause for finding in findings])
+    return f"run again with {changes or 'the value of the baseline for each field above'}"
+
+
 def check(dut: RunData, baseline: RunData) -> AxisReport:
     """Fields that differ, the most powerful first. What only says where and on how many devices is set apart."""
     findings, apart = [], []
@@ -88,5 +93,5 @@ def check(dut: RunData, baseline: RunData) -> AxisReport:
         findings,
         compared=f"{fields - len(apart)} of {fields} fields agree, the others say where and on how many devices",
         remarks=[f"device only: {text}" for text in apart],
-        next_command="run again with the baseline's value of each field above" if findings else "",
+        next_command=_again(sorted(findings, key=lambda finding: -finding.weight), baseline) if findings else "",
     )

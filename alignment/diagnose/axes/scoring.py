@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from alignment.diagnose.axes import AXES, AxisReport, Finding, report
+from alignment.diagnose.axes.data import next_data
+from alignment.diagnose.axes.prompt_parts import RECIPE, first_difference
 from alignment.diagnose.run_stages import RunData, StageVerdict
 from alignment.diagnose.sample_pairs import SamplePairs
 from alignment.errors import InputError
@@ -22,7 +24,9 @@ _ROUNDOFF = float(np.finfo(np.float32).eps) / 2
 
 
 def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> AxisReport:
-    """Responses that are scored differently: by the two runs, and by this package's scorer where it can be asked."""
+    """What is asked around equal questions, and responses that are scored differently: by the two runs, and by this
+    package's scorer where it can be asked.
+    """
     findings: list[Finding] = []
     listed: list[str] = []
     judged = [stage for stage in stages if stage.stage == "reward" and stage.outcome is not Outcome.INCONCLUSIVE]
@@ -32,6 +36,17 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> Ax
             Finding(axis=AXIS, cause="one text, two scores", evidence=f"step {parted.step}: {parted.reason}", weight=4)
         )
         listed = scored_differently(dut, baseline, parted.step)
+    asked = first_difference(dut, baseline)
+    if asked is not None and asked.part in RECIPE:
+        findings.append(
+            Finding(
+                axis=AXIS,
+                cause=f"{asked.part} of the prompts",
+                evidence=asked.evidence,
+                weight=5,
+                next_command=next_data(dut, baseline),
+            )
+        )
     compared = [f"equal responses have equal scores in {len(judged)} steps"] if judged else []
     for run, whose in ((dut, "the run"), (baseline, "the baseline")):
         told = rescored(run)
@@ -46,6 +61,7 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict]) -> Ax
         compared="; ".join(compared),
         unseen="" if compared else "no scored responses of both runs",
         remarks=listed,
+        next_command=f"alignment compare {baseline.directory} {dut.directory}" if findings else "",
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alignment.diagnose.axes import AXES, AxisReport, Finding, read_answer, report
+from alignment.diagnose.axes import AXES, AxisReport, Finding, overrides, read_answer, report
 from alignment.diagnose.garbled import Garbled
 from alignment.diagnose.run_stages import RunData, StageVerdict
 from alignment.errors import InputError
@@ -53,8 +53,9 @@ def check(dut: RunData, baseline: RunData, stages: Sequence[StageVerdict], garbl
         )
     folders = [run.config.get(_MODEL) and Path(str(run.config[_MODEL])) for run in (dut, baseline)]
     if all(folder and (folder / "config.json").is_file() for folder in folders):
-        findings += _config(*folders)
-        findings += _tensors(*folders)
+        again = f"run again with {overrides(baseline.config, [_MODEL])}" if folders[0] != folders[1] else ""
+        different = [*_config(*folders), *_tensors(*folders)]
+        findings += [dataclasses.replace(finding, next_command=again) for finding in different]
         compared.append("configuration and tensors of the first weights agree")
         lost, told = _round_trip(dut, folders[0])
         findings += lost

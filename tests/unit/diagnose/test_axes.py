@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
-from alignment.diagnose.axes import data, hardware, scoring, software, structure
+from alignment.diagnose.axes import data, hardware, hyperparameters, overrides, scoring, software, structure
 from alignment.diagnose.garbled import find_garbled
 from alignment.diagnose.run_data import RunData
 from alignment.diagnose.run_stages import StageVerdict
@@ -303,3 +305,26 @@ def test_what_the_engines_hold_is_read(tmp_path, checkpoint, outcome):
 
 def test_without_a_look_at_the_engines_the_command_is_given(tmp_path, checkpoint):
     assert "alignment run --only weight_sync --json > RUN/weights.json" in structured(tmp_path, checkpoint).next_command
+
+
+# --- what to run next ------------------------------------------------------------------------------------------------
+
+
+def test_the_overrides_of_a_field_are_what_yaml_reads_back():
+    config = {"a": 0.001, "b": None, "c": "cosine", "d": "1", "e": ["x", "y"], "f": True, "g": "two words"}
+    told = overrides(config, [*config, "absent"])
+    assert told == "a=0.001 b=null c=cosine 'd=\"1\"' 'e=[\"x\", \"y\"]' f=true 'g=two words'"
+    read = (word.partition("=") for word in shlex.split(told))
+    assert {name: yaml.safe_load(value) for name, _, value in read} == config
+
+
+def test_fields_go_back_to_the_baselines_values_the_strongest_first(tmp_path):
+    one = a_run(tmp_path / "a", **{"data.seed": 2, "actor_rollout_ref.actor.optim.lr": 0.1, "only.here": 1})
+    other = a_run(tmp_path / "b", **{"data.seed": 1, "actor_rollout_ref.actor.optim.lr": 0.2})
+    told = hyperparameters.check(one, other).next_command
+    assert told == "run again with actor_rollout_ref.actor.optim.lr=0.2 data.seed=1"
+    alone = a_run(tmp_path / "c", **{**other.config, "only.here": 1})
+    assert hyperparameters.check(alone, other).next_command == (
+        "run again with the value of the baseline for each field above"
+    )
+    assert hyperparameters.check(other, other).next_command == ""

@@ -114,3 +114,17 @@ def test_missing_reasoning_gym_is_said(monkeypatch):
     with pytest.raises(InputError, match="reasoning-gym is needed to draw questions.*materialised prompts"):
         generate(SUM, 1, seed=0)
     assert tasks.generate(SUM, 0, seed=0) == []
+
+
+def test_examples_and_an_instruction_come_before_every_question_and_leave_its_name():
+    asked, *shown = generate(Task(name="chain_sum"), 3, seed=0)
+    [plain], [told] = verl_rows([asked], split="rl"), verl_rows([asked], split="rl", few_shot=shown, instruction="Add.")
+    assert told["prompt"] == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": shown[0].question},
+        {"role": "assistant", "content": shown[0].answer},
+        {"role": "user", "content": shown[1].question},
+        {"role": "assistant", "content": shown[1].answer},
+        *plain["prompt"],
+    ]
+    assert {**told, "prompt": plain["prompt"]} == plain
