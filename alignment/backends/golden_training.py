@@ -9,7 +9,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from alignment.backends.training import LossFunction, MicroBatch, OptimizerConfig, Outputs, SoleRank, UpdateReport, Workload
+from alignment.backends.training import (
+    LossFunction,
+    MicroBatch,
+    OptimizerConfig,
+    Outputs,
+    SoleRank,
+    UpdateReport,
+    Workload,
+)
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
 

@@ -103,8 +103,8 @@ class Workload:
 class UpdateReport:
     """One optimizer step: this rank's share of the additive ``metrics``, and what is equal on every rank.
 
-    ``grad_norm`` is the global norm before clipping; ``parameter_grad_norms`` is empty unless asked for; ``workload`` is
-    this rank's, None where an engine does not say.
+    ``grad_norm`` is the global norm before clipping; ``parameter_grad_norms`` is empty unless asked for; ``workload``
+    is this rank's, None where an engine does not say.
     """
 
     metrics: Mapping[str, float]

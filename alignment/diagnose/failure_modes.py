@@ -24,8 +24,8 @@ The deviation is an estimate itself, so the rate is one of the window: simulated
 WINDOW = LEAST = 20
 _MAD = 1.4826
 BUBBLE = 1 / 3
-"""Share of a pipeline's time that its ramps take, (p − 1) / (m + p − 1), from which more micro batches are advised: that of
-two stages with two micro batches, or of more stages with as many."""
+"""Share of a pipeline's time that its ramps take, (p − 1) / (m + p − 1), from which more micro batches are advised: two
+stages with two micro batches have that much, and more stages with as many have more."""
 
 IMBALANCE = 1.25
 """Most tokens of a rank over the mean: the others wait for a fifth of the step."""
@@ -162,8 +162,8 @@ def _megatron(run: RunData) -> bool:
 
 
 def _ranks(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]:
-    """Tokens per rank of a run that did not record them, under the sharing its configuration asks for: whole consecutive
-    shares without balancing. Ranks of this project that hold one model compute the rows of all of them.
+    """Tokens per rank of a run that did not record them, under the sharing its configuration asks for: whole
+    consecutive shares without balancing. Ranks of this project that hold one model compute the rows of all of them.
     """
     ranks = data_parallel(run)
     shared = run.engine != "verl" and _model_parallel(run) > 1

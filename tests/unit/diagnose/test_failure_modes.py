@@ -235,7 +235,8 @@ def test_what_the_ranks_really_had_decides(tmp_path, balanced, hint):
     (mode,) = find_failure_modes(recorded(tmp_path, {"tokens": 170}, {"tokens": 100}, config=config))
     assert (mode.name, mode.step) == ("rank token imbalance", 3)
     assert mode.evidence == f"rank 0 has 170 tokens, the mean is 135; {hint}"
-    assert find_failure_modes(recorded(tmp_path, {"tokens": 166}, {"tokens": 100}, config=config, **long_and_short())) == []
+    even = recorded(tmp_path, {"tokens": 166}, {"tokens": 100}, config=config, **long_and_short())
+    assert find_failure_modes(even) == []
 
 
 def test_the_micro_batches_that_ran_decide_about_the_bubble(tmp_path):
