@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import BASELINES, HISTORY, BaselineOption, JsonOption
+from alignment.cli.options import BASELINES, HISTORY, BaselineOption, JsonOption, console_on
 
 nightly_app = typer.Typer(no_args_is_help=True, help="Drive a night of a matrix, and read what one says.")
 
@@ -37,6 +37,7 @@ def run(
     from alignment.report.night import told
     from alignment.report.night_driver import NightSetting, run_night
     from alignment.report.night_matrix import read_matrix
+    from alignment.report.progress import night_progress
 
     read = read_matrix(matrix)
     setting = NightSetting(
@@ -48,7 +49,8 @@ def run(
         baselines=baseline if baseline.is_dir() else None,
         resume=resume,
     )
-    night = run_night(setting, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    with night_progress(console_on(True), len(setting.row.phases), quiet=as_json) as progress:
+        night = run_night(setting, begin=progress.begin, tell=progress.tell)
     _tell(json.dumps(night.to_dict(), indent=1) if as_json else "\n".join(told(night)))
     raise typer.Exit(night.exit_code)
 

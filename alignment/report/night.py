@@ -192,7 +192,8 @@ class NightRecord:
         told = [phase.outcome for phase in phases if phase.outcome not in ("pass", "unavailable")]
         if record.outcome == "pass" and (told or "pass" not in {phase.outcome for phase in phases}):
             raise InputError(
-                "the night is said to have passed, and its phases have not", where=where, expected="a phase that passed",
+                "the night is said to have passed, and its phases have not", where=where,
+                expected="a phase that passed",
                 found=", ".join(f"{phase.name} {phase.outcome}" for phase in phases) or "no phase",
             )  # fmt: skip
         return record

@@ -44,11 +44,10 @@ from alignment.report.night import (
     utc_now,
     write_night,
 )
-from alignment.report.night_evidence import Evidence, gather_evidence, says
+from alignment.report.night_evidence import Evidence, gather_evidence, is_red, says
 from alignment.report.night_judgement import (
     findings_of,
     graver,
-    is_red,
     judge,
     not_carried_out,
     verdicts_of,
@@ -103,11 +102,17 @@ class NightSetting:
         return any(phase.where != "head" for phase in self.matrix.phases_of(self.row))
 
 
-def run_night(setting: NightSetting, *, tell: Callable[[str], None] = lambda line: None) -> NightRecord:
+def run_night(
+    setting: NightSetting,
+    *,
+    begin: Callable[[str, float], None] = lambda phase, minutes: None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> NightRecord:
     """Runs the phases of a row in order and judges them; see :mod:`alignment.report.night`.
 
     Args:
-        tell: gets one line when a phase begins or ends.
+        begin: gets the name of a phase that begins and the minutes it has.
+        tell: gets one line when a phase has ended.
 
     Raises:
         InputError: the call is wrong, and nothing was run: a night lies there already, there is none to resume, it was
@@ -115,7 +120,7 @@ def run_night(setting: NightSetting, *, tell: Callable[[str], None] = lambda lin
     """
     _check(setting)
     with _lock(setting.out), _listening() as interrupted, adopting():
-        return _Night(setting, interrupted=interrupted, tell=tell).run()
+        return _Night(setting, interrupted=interrupted, begin=begin, tell=tell).run()
 
 
 def _check(setting: NightSetting) -> None:
@@ -183,6 +188,7 @@ def _listening() -> Iterator[list[str]]:
 class _Night:
     setting: NightSetting
     interrupted: list[str]
+    begin: Callable[[str, float], None]
     tell: Callable[[str], None]
     identity: str = field(default_factory=lambda: secrets.token_hex(4))
     began: str = field(default_factory=utc_now)
@@ -201,16 +207,17 @@ class _Night:
             records.append(not_carried_out("begin", f"the night cannot write: {in_words(error)}"))
         records.append(self._guarded(PROVENANCE_PHASE, self._provenance))
         for phase in self.setting.matrix.phases_of(self.setting.row):
-            self._say(f"{phase.name} …")
+            self._say(self.begin, phase.name, phase.timeout_minutes)
             record = self._guarded(phase.name, lambda phase=phase: self._phase(phase))
             records.append(record)
             kept = " (kept)" if record.kept else ""
-            self._say(f"{phase.name}: {record.outcome}{kept} {record.seconds:.1f} s  {record.cause}")
+            ended = f"{phase.name}: {record.outcome}{kept} {record.seconds:.1f} s  {record.cause}"
+            self._say(self.tell, ended.rstrip())
         return self._conclude(records)
 
-    def _say(self, line: str) -> None:
+    def _say(self, listener: Callable[..., None], *told: object) -> None:
         with contextlib.suppress(OSError, ValueError):  # whoever listened is gone; the night is not
-            self.tell(line)
+            listener(*told)
 
     # --- the beginning -----------------------------------------------------------------------------------------------
 
@@ -305,7 +312,7 @@ class _Night:
             if names_its_code(self.commit):
                 return replace(earlier, kept=True)
             why = f"commit {self.commit}" if self.commit else "a night without a commit"
-            self._say(f"{phase.name}: run again, since {why} does not name the code that made what is there")
+            self._say(self.tell, f"{phase.name}: run again, since {why} does not name the code that made what is there")
         attempts = self._set_aside(folder)
         record = self._attempt(phase, folder)
         record = replace(record, attempt=len(attempts) + 1, earlier=attempts)

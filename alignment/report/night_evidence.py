@@ -202,7 +202,8 @@ def _something_judged(found: Evidence, where: Path, *, require: bool) -> None:
             for v in found.verdicts
         ]
     if judged and all(v.outcome is Outcome.PASS and not v.measures for v in judged):
-        found.problems.append(f"{where}: nothing was measured: {judged[0].check} passed without a number, and so did all")
+        why = f"{judged[0].check} passed without a number, and so did all"
+        found.problems.append(f"{where}: nothing was measured: {why}")
     for verdict in judged:
         for measure in verdict.measures:
             if verdict.outcome is Outcome.PASS and measure.bound is not None and not math.isfinite(measure.value):

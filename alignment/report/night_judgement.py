@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.numerics.verdict import Outcome, Verdict
 from alignment.report.night import Finding, PhaseRecord, gravest
-from alignment.report.night_evidence import Case, Evidence, in_one, is_red, worst_of_each
+from alignment.report.night_evidence import Case, Evidence, in_one, worst_of_each
 from alignment.report.night_matrix import ACTIONS, KnownFailure, Row
 
 

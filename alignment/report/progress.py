@@ -116,6 +116,52 @@ def tasks(console: Console, text: str, *, quiet: bool) -> Iterator[Callable[[str
         yield lambda what: bars.update(task, description=f"{text}: {what}")
 
 
+class NightProgress:
+    """Told which phase of a night begins and how those before it ended."""
+
+    def __init__(self, console: Console | None, bars: Progress | None, task: TaskID | None) -> None:
+        self._console, self._bars, self._task = console, bars, task
+        self._ended = -1
+
+    def begin(self, phase: str, minutes: float) -> None:
+        """A phase that has ``minutes`` begins."""
+        self._ended += 1
+        if self._bars is not None:
+            note = f"{phase}, at most {minutes:g} min"
+            self._bars.reset(self._task, completed=self._ended, note=note)
+        elif self._console is not None:
+            self.tell(f"{phase} …")
+
+    def tell(self, line: str) -> None:
+        """A line that stays: how a phase ended."""
+        if self._console is not None:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def night_progress(console: Console, phases: int, *, quiet: bool) -> Iterator[NightProgress]:
+    """Progress of ``alignment nightly run`` through so many phases: the phase and its time on a terminal, gone when the
+    night is over, a line when one begins and when it ends. A terminal that goes away takes nothing else along.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    if quiet or not console.is_terminal:
+        yield NightProgress(None if quiet else console, None, None)
+        return
+    columns = (
+        SpinnerColumn(), TextColumn("night"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", style="dim", markup=False),
+    )  # fmt: skip
+    bars = Progress(*columns, console=console, transient=True)
+    task = bars.add_task("night", total=phases, note="provenance")
+    bars.start()
+    try:
+        yield NightProgress(console, bars, task)
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            bars.stop()
+
+
 @contextlib.contextmanager
 def waiting(console: Console, text: str, *, quiet: bool) -> Iterator[None]:
     """A spinner and the time that has passed, for work whose length is not known; gone when it is done.

@@ -60,7 +60,7 @@ def linter(module: str):
 
 
 def tool(name: str) -> str:
-    """A program that the extra ``ci`` brings: on the path, or beside the interpreter of an environment that is not active."""
+    """A program of the extra ``ci``: on the path, or beside the interpreter of an environment that is not active."""
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         pytest.skip(f"{name} is not installed. Next: pip install 'npu-alignment[ci]'")

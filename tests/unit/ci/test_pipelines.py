@@ -99,7 +99,8 @@ def test_what_only_github_understands_fails_on_gitcode(old, new, message, tmp_pa
 
 
 def actionlint(*paths):
-    line = [tool("actionlint"), "-no-color", "-config-file", str(ROOT / ".github" / "actionlint.yaml"), *map(str, paths)]
+    config = ROOT / ".github" / "actionlint.yaml"
+    line = [tool("actionlint"), "-no-color", "-config-file", *map(str, (config, *paths))]
     return subprocess.run(line, capture_output=True, text=True)
 
 

@@ -269,8 +269,8 @@ def left_out(phase):
 
 
 def names_of_tests():
-    folder = ROOT / "tests"
-    return {text for path in folder.rglob("test_*.py") for text in (path.stem, *re.findall(r"def (test_\w+)", path.read_text()))}
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {name for path in files for name in (path.stem, *re.findall(r"def (test_\w+)", path.read_text()))}
 
 
 def test_what_checks_leaves_out_is_there_and_runs_elsewhere():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from test_page import BROWSER, violations
 from typer.testing import CliRunner
 
@@ -29,6 +32,7 @@ from alignment.report.night_machine import write_provenance
 from alignment.report.night_matrix import read_matrix
 from alignment.report.night_nodes import Node, Watch, with_withheld
 from alignment.report.night_process import Ended, _machine, _runs, _started, adopting, clear_up, run_command
+from alignment.report.progress import night_progress
 
 OK = "print('{\"fine\": true}')"
 TODAY = date.today()
@@ -69,17 +73,19 @@ def quick_provenance(monkeypatch):
 def drive(tmp_path, quick_provenance):
     """Runs a night of some phases in ``tmp_path/<out>``; ``known`` are entries of the known failures."""
 
-    def drive(phases: dict, *, out: str = "night", known=(), ray=None, resume: bool = False, **row) -> NightRecord:
+    def drive(
+        phases: dict, *, out: str = "night", known=(), ray=None, resume: bool = False, listeners=None, **row
+    ) -> NightRecord:
         (tmp_path / "known.yaml").write_text(yaml.safe_dump({"version": 1, "entries": list(known)}))
         row = {"name": "cpu", "chip": "CPU", "device": "cpu", "phases": list(phases), **row}
         codes = {0: "ignore", 1: "page", 2: "warn", 3: "page"}
         matrix = {"version": 1, "rows": [row], "phases": phases, "exit_codes": codes, "known_failures": "known.yaml"}
         (tmp_path / "m.yaml").write_text(yaml.safe_dump(matrix))
         read = read_matrix(tmp_path / "m.yaml")
-        return run_night(NightSetting(
-            matrix=read, row=read.row("cpu"), out=tmp_path / out, history=tmp_path / "h.sqlite", resume=resume,
-            ray=ray,
-        ))  # fmt: skip
+        setting = NightSetting(
+            matrix=read, row=read.row("cpu"), out=tmp_path / out, history=tmp_path / "h.sqlite", resume=resume, ray=ray
+        )
+        return run_night(setting, **(listeners or {}))
 
     return drive
 
@@ -593,3 +599,51 @@ def test_a_green_night_without_a_phase_is_not_believed(tmp_path):
     write_json(tmp_path / "night.json", {**night, "phases": []})
     with pytest.raises(InputError, match="the night is said to have passed, and its phases have not.*found no phase"):
         read_night(tmp_path)
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed while the night ran."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+def shown(drive, phases: dict, *, terminal: bool, quiet: bool = False, leave: bool = False) -> tuple[str, str]:
+    """A night's outcome, and what was written while it ran."""
+    file = Gone()
+    console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
+
+    def begin(phase: str, minutes: float) -> None:
+        progress.begin(phase, minutes)
+        file.gone = leave and phase == "second"
+
+    with night_progress(console, len(phases), quiet=quiet) as progress:
+        night = drive(phases, listeners={"begin": begin, "tell": progress.tell})
+    return night.outcome, file.getvalue()
+
+
+def test_a_terminal_shows_the_phase_that_runs_and_its_time(drive):
+    outcome, text = shown(drive, {"first": phase(OK), "second": phase(OK)}, terminal=True)
+    assert outcome == "pass"
+    assert re.search(r"night .* 0/2 \d:\d\d:\d\d first, at most 5 min", text)
+    assert re.search(r"night .* 1/2 \d:\d\d:\d\d second, at most 5 min", text)
+    assert re.search(r"first: pass \d+\.\d s *\n", text) and text.endswith("\x1b[2K")  # the bar is gone, the line stays
+
+
+def test_without_a_terminal_a_line_tells_when_a_phase_begins_and_ends(drive):
+    outcome, text = shown(drive, {"first": phase(OK)}, terminal=False)
+    assert outcome == "pass" and re.fullmatch(r"first …\nfirst: pass \d+\.\d s\n", text)
+
+
+def test_json_is_quiet(drive):
+    assert shown(drive, {"first": phase(OK)}, terminal=True, quiet=True) == ("pass", "")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the thread that draws
+def test_a_terminal_that_goes_away_takes_nothing_along(drive):
+    outcome, text = shown(drive, {"first": phase(OK), "second": phase(OK)}, terminal=True, leave=True)
+    assert outcome == "pass" and "second: pass" not in text
