@@ -41,6 +41,7 @@ _GRADIENTS = re.compile(r"Module\.(?P<path>.+)\.(?P<cls>[^.]+)\.parameters_grad(
 _OPERATOR = re.compile(r"(?P<name>[A-Za-z]+\..+)\.(?P<call>[0-9]{1,9})\.(?P<what>forward|backward)")
 _SCALARS = {"int": int, "float": (int, float), "bool": bool}
 _DEEPEST = 16
+_INTEGER = frozenset({int})
 
 
 class MsprobeDump:
@@ -145,6 +146,7 @@ class _Dump:
         self._parents: Mapping[str, Any] | None = None
         self._order = -1
         self._shared: dict[Any, Any] = {}
+        self._shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
 
     def rows(self) -> Iterator[TensorRow]:
         found = False
@@ -157,60 +159,65 @@ class _Dump:
                     )
                 continue
             found = True
-            yield from self._call(name, value)
+            rows: list[TensorRow] = []
+            self._call(rows, name, value)
+            yield from rows
         # An empty "data" is a dump of nothing and fine; one without it was not written by msprobe.
         if not found and "data" not in _top_level(self.path):
             raise InputError("the field is missing", where=f"{self.path}: data", expected="the calls of the dump")
 
-    def _call(self, name: str, entry: Any) -> Iterator[TensorRow]:
+    def _call(self, rows: list[TensorRow], name: str, entry: Any) -> None:
+        """Adds the rows of one call."""
         if not isinstance(entry, dict):
             raise self._damaged(name, "an object", entry)
         if match := _GRADIENTS.fullmatch(name):
-            yield from self._gradients(name, match, entry)
+            self._gradients(rows, name, match, entry)
         elif match := _MODULE.fullmatch(name):
             common = {"kind": "module", "module": match["path"], "class_name": match["cls"]}
             common["parent"] = self._module_parent(name, match["path"])
-            yield from self._directed(name, match, entry, common)
+            self._directed(rows, name, match, entry, common)
         elif match := _OPERATOR.fullmatch(name):
             common = {"kind": "operator", "module": match["name"], "class_name": match["name"].partition(".")[0]}
             common["parent"] = self._operator_parent(name)
-            yield from self._directed(name, match, entry, common)
+            self._directed(rows, name, match, entry, common)
         else:
             raise self._damaged(name, "the name of a module's or an operator's call", name)
 
-    def _directed(self, name: str, match: re.Match, entry: dict, common: dict[str, Any]) -> Iterator[TensorRow]:
+    def _directed(
+        self, rows: list[TensorRow], name: str, match: re.Match, entry: dict, common: dict[str, Any]
+    ) -> None:
         call, direction = int(match["call"]), match["what"]
         common = {**common, "direction": direction, "call": call}
         if direction == "forward":
+            row = {**common, "role": "input"}
             for i, value in enumerate(self._list(name, entry, "input_args")):
-                yield from self._values(f"{name}.input_args[{i}]", value, f"args.{i}", {**common, "role": "input"})
+                self._values(rows, f"{name}.input_args[{i}]", value, f"args.{i}", row)
             kwargs = entry.get("input_kwargs") or {}
             if not isinstance(kwargs, dict):
                 raise self._damaged(f"{name}.input_kwargs", "an object", kwargs)
             for key, value in kwargs.items():
-                yield from self._values(
-                    f"{name}.input_kwargs.{key}", value, f"kwargs.{key}", {**common, "role": "input"}
-                )
-            yield from self._outputs(name, entry, "output", {**common, "role": "output"})
+                self._values(rows, f"{name}.input_kwargs.{key}", value, f"kwargs.{key}", row)
+            self._outputs(rows, name, entry, "output", {**common, "role": "output"})
             parameters = entry.get("parameters") or {}
             if not isinstance(parameters, dict):
                 raise self._damaged(f"{name}.parameters", "an object", parameters)
             for key, value in parameters.items():
                 row = {**common, "kind": "parameter", "module": f"{common['module']}.{key}", "class_name": ""}
                 row |= {"role": "input", "parent": common["module"]}
-                yield from self._values(f"{name}.parameters.{key}", value, key, row)
+                self._values(rows, f"{name}.parameters.{key}", value, key, row)
         else:
-            yield from self._outputs(name, entry, "input", {**common, "role": "input"})
+            self._outputs(rows, name, entry, "input", {**common, "role": "input"})
+            row = {**common, "role": "output"}
             for i, value in enumerate(self._list(name, entry, "output")):
-                yield from self._values(f"{name}.output[{i}]", value, f"args.{i}", {**common, "role": "output"})
+                self._values(rows, f"{name}.output[{i}]", value, f"args.{i}", row)
 
-    def _outputs(self, name: str, entry: dict, field: str, row: dict[str, Any]) -> Iterator[TensorRow]:
+    def _outputs(self, rows: list[TensorRow], name: str, entry: dict, field: str, row: dict[str, Any]) -> None:
         values = self._list(name, entry, field)
         for i, value in enumerate(values):
             path = "output" if len(values) == 1 else f"output.{i}"
-            yield from self._values(f"{name}.{field}[{i}]", value, path, row)
+            self._values(rows, f"{name}.{field}[{i}]", value, path, row)
 
-    def _gradients(self, name: str, match: re.Match, entry: dict) -> Iterator[TensorRow]:
+    def _gradients(self, rows: list[TensorRow], name: str, match: re.Match, entry: dict) -> None:
         for parameter, value in entry.items():
             row = {
                 "kind": "parameter_gradient", "module": f"{match['path']}.{parameter}", "class_name": "",
@@ -219,45 +226,49 @@ class _Dump:
             }  # fmt: skip
             values = value if isinstance(value, list) else [value]
             for item in values:
-                yield from self._values(f"{name}.{parameter}", item, parameter, row)
+                self._values(rows, f"{name}.{parameter}", item, parameter, row)
 
-    def _values(self, place: str, value: Any, path: str, row: dict[str, Any], depth: int = 0) -> Iterator[TensorRow]:
+    def _values(
+        self, rows: list[TensorRow], place: str, value: Any, path: str, row: dict[str, Any], depth: int = 0
+    ) -> None:
         if value is None:
             return
         if depth > _DEEPEST:
             raise self._damaged(place, f"at most {_DEEPEST} levels", "deeper nesting")
         if isinstance(value, list):
             for i, item in enumerate(value):
-                yield from self._values(f"{place}[{i}]", item, _joined(path, i), row, depth + 1)
+                self._values(rows, f"{place}[{i}]", item, _joined(path, i), row, depth + 1)
         elif isinstance(value, dict):
             kind = value.get("type")
             if isinstance(kind, str) and "shape" in value and "dtype" in value:
-                yield self._tensor(place, value, path, row)
+                rows.append(self._tensor(place, value, path, row))
             elif isinstance(kind, str) and "value" in value:
                 scalar = self._scalar(kind, value["value"], path, row)
                 if scalar is not None:
-                    yield scalar
+                    rows.append(scalar)
             elif isinstance(kind, str):
                 return  # an object of which msprobe notes only the type
             else:
                 for key, item in value.items():
-                    yield from self._values(f"{place}.{key}", item, _joined(path, key), row, depth + 1)
+                    self._values(rows, f"{place}.{key}", item, _joined(path, key), row, depth + 1)
         # Anything else is a plain value that msprobe wrote as such (a string, a number): there is no tensor in it.
 
     def _tensor(self, place: str, value: dict, path: str, row: dict[str, Any]) -> TensorRow:
         dtype, shape = value["dtype"], value["shape"]
         if not isinstance(dtype, str):
             raise self._damaged(f"{place}.dtype", "a dtype", dtype)
-        if (
-            not isinstance(shape, list)
-            or not all(type(n) is int and 0 <= n < 1 << 53 for n in shape)
-            or len(shape) > 64
-        ):
+        # True and 1.0 equal the 1 of a shape that is known.
+        if not isinstance(shape, list) or not _INTEGER.issuperset(map(type, shape)):
             raise self._damaged(f"{place}.shape", "a shape", shape)
         # A dump of many rows has few shapes, dtypes and paths.
-        shape, dtype = tuple(shape), dtype.removeprefix("torch.")
+        known = self._shapes.get(tuple(shape))
+        if known is None:
+            if len(shape) > 64 or not all(0 <= n < 1 << 53 for n in shape):
+                raise self._damaged(f"{place}.shape", "a shape", shape)
+            known = self._shapes[tuple(shape)] = tuple(shape), math.prod(shape)
+        shape, count = known
         shared = self._shared.setdefault
-        shape, dtype, path = shared(shape, shape), shared(dtype, dtype), shared(path, path)
+        dtype, path = shared(dtype, dtype.removeprefix("torch.")), shared(path, path)
         load = None
         if value.get("data_name") is not None:
             load = self._loader(place, value["data_name"], dtype, shape)
@@ -268,15 +279,16 @@ class _Dump:
             path=path,
             dtype=dtype,
             shape=shape,
-            statistics=self._statistics(place, value, shape),
+            statistics=self._statistics(place, value, count),
             load_tensor=load,
         )
 
-    def _statistics(self, place: str, value: dict, shape: tuple[int, ...]) -> Statistics | None:
-        plain = value.get("Max"), value.get("Min"), value.get("Mean"), value.get("Norm")
-        if all(type(n) is float and n - n == 0.0 for n in plain):  # four finite numbers, as nearly always
-            high, low, mean, l2 = plain
-            return Statistics(max=high, min=low, mean=mean, l2=l2, nan_count=0, inf_count=0, count=math.prod(shape))
+    def _statistics(self, place: str, value: dict, count: int) -> Statistics | None:
+        get = value.get
+        high, low, mean, l2 = get("Max"), get("Min"), get("Mean"), get("Norm")
+        if type(high) is type(low) is type(mean) is type(l2) is float:
+            if (high - high) + (low - low) + (mean - mean) + (l2 - l2) == 0.0:  # finite, as nearly always
+                return Statistics(max=high, min=low, mean=mean, l2=l2, nan_count=0, inf_count=0, count=count)
         numbers = {}
         for key in ("Max", "Min", "Mean", "Norm"):
             found = value.get(key)
@@ -286,7 +298,7 @@ class _Dump:
                 raise self._damaged(f"{place}.{key}", "a number", found)
             numbers[key] = found
         if numbers["Max"] is None or numbers["Min"] is None:
-            if math.prod(shape):
+            if count:
                 return None
             return Statistics(max=0.0, min=0.0, mean=0.0, l2=0.0, nan_count=0, inf_count=0, count=0)
         high, low = float(numbers["Max"]), float(numbers["Min"])
@@ -297,7 +309,7 @@ class _Dump:
             finite = {k: n if math.isfinite(n) else 0.0 for k, n in finite.items()}
         return Statistics(
             max=finite["Max"], min=finite["Min"], mean=finite["Mean"], l2=finite["Norm"], nan_count=nan_count,
-            inf_count=inf_count, count=math.prod(shape),
+            inf_count=inf_count, count=count,
         )  # fmt: skip
 
     def _scalar(self, kind: str, value: Any, path: str, row: dict[str, Any]) -> TensorRow | None:
