@@ -95,8 +95,8 @@ class FsdpTrainingEngine:
         self.gradient_scale = gradient_scale(device)
         self._main_dtype = dtype if dtype.itemsize >= torch.float32.itemsize else torch.float32
         self.model, self._logits_of = self._build()
-        self._tensors = dict(self.model.state_dict(keep_vars=True))
-        self._pieces = {name: pieces(name, tuple(t.shape)) for name, t in self._tensors.items()}
+        self._tensors = self._named_tensors()
+        self._pieces = {name: self._pieces_of(name, tuple(t.shape)) for name, t in self._tensors.items()}
         self._fill(weights)
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer is None:
@@ -341,6 +341,7 @@ class FsdpTrainingEngine:
                 "no such model", where="fsdp_config.model", expected="transformers | golden", found=self.settings.model
             )
         check_names(model, self.config)
+        self._adapt(model)
         mesh = init_device_mesh(self.device.kind, (self.world_size,))
         lower = self.dtype if self.dtype != self._main_dtype else None
         # Inputs are of the right precision already, and the rope tables are to stay wide.
@@ -354,6 +355,23 @@ class FsdpTrainingEngine:
         _allocate(model, self.device.torch_device)
         model.train()
         return model, logits_of
+
+    # What an engine that trains something else than all weights does otherwise.
+
+    def _adapt(self, model: nn.Module) -> None:
+        """Changes the model, on the meta device, before it is sharded."""
+
+    def _named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the sharded model by its name."""
+        return dict(self.model.state_dict(keep_vars=True))
+
+    def _pieces_of(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """The tensors, by the names that weights come and go under, in the model's tensor ``name``."""
+        return pieces(name, shape)
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the model that a checkpoint has."""
+        yield from self._tensors.items()
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         config = self.optimizer
@@ -437,7 +455,7 @@ class FsdpTrainingEngine:
 
         stored = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
         wanted = []
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._exported():
             dtype = self.dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
             for piece in self._pieces[name]:
                 shape = piece.of(torch.empty(tensor.shape, device="meta")).shape
@@ -479,7 +497,7 @@ class FsdpTrainingEngine:
 
     def _move(self, device: torch.device) -> None:
         self.model.to(device)
-        self._tensors = dict(self.model.state_dict(keep_vars=True))
+        self._tensors = self._named_tensors()
         if self._optimizer is not None:
             self._optimizer.zero_grad(set_to_none=True)
             for state in self._optimizer.state.values():

@@ -311,6 +311,5 @@ def runs_log_prob_twice(config: RunConfig) -> bool:
     """
     if config.engine.train != "fsdp":
         return False
-    rank = getattr(config.actor_rollout_ref.model, "lora_rank", 0)
     lora = getattr(getattr(config, "gkd", None), "lora", None)
-    return bool(rank or getattr(lora, "rank", 0))
+    return bool(config.actor_rollout_ref.model.lora_rank or getattr(lora, "rank", 0))

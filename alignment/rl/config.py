@@ -77,11 +77,17 @@ class ModelSettings:
         path: a Hugging Face checkpoint directory.
         dtype: of the trained weights and their compute.
         use_fused_kernels: log-probs without ever holding the logits (:mod:`alignment.rl.fused_head`).
+        lora_rank: of an adapter that is trained instead of the weights (:mod:`alignment.rl.lora`); 0 for none.
+        lora_alpha: the product of the adapter's factors is multiplied by ``lora_alpha / lora_rank``.
+        target_modules: names of the linear layers that get an adapter; ``all-linear`` takes all.
     """
 
     path: str = ""
     dtype: Dtype = "float32"
     use_fused_kernels: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    target_modules: tuple[str, ...] = ("all-linear",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,6 +532,9 @@ The bytes behind ``model.path`` and ``data.train_files`` have hashes of their ow
 
 YOUNGER_FIELDS: Mapping[str, Any] = {
     "actor_rollout_ref.model.use_fused_kernels": False,
+    "actor_rollout_ref.model.lora_rank": 0,
+    "actor_rollout_ref.model.lora_alpha": 16.0,
+    "actor_rollout_ref.model.target_modules": ["all-linear"],
     "actor_rollout_ref.actor.megatron.use_dist_checkpointing": False,
     "actor_rollout_ref.actor.megatron.dist_checkpointing_path": "",
 }
@@ -981,8 +990,32 @@ def validate_run(config: RunConfig) -> None:
         )
 
 
+def _validate_adapter(config: TrainConfig) -> None:
+    model, where = config.actor_rollout_ref.model, "actor_rollout_ref.model.lora_rank"
+    if model.lora_rank < 0 or model.lora_alpha <= 0:
+        raise InputError(
+            "an adapter has a rank of at least 1 and a positive alpha", where=where,
+            found=f"rank {model.lora_rank}, alpha {model.lora_alpha}",
+        )  # fmt: skip
+    if model.lora_rank and config.engine.train == "megatron":
+        raise UnavailableError(
+            "the adapter is trained by the golden and the FSDP engine only",
+            where=where,
+            expected="0, or engine.train=golden or fsdp",
+            found=f"{model.lora_rank} with engine.train={config.engine.train}",
+        )
+    if model.lora_rank and config.use_reference and config.actor_rollout_ref.ref.dtype != model.dtype:
+        raise InputError(
+            "the reference is the actor without its adapter, and computes as it does",
+            where="actor_rollout_ref.ref.dtype",
+            expected=f"{model.dtype} with {where.rpartition('.')[2]}={model.lora_rank}",
+            found=config.actor_rollout_ref.ref.dtype,
+        )
+
+
 def _validate(config: TrainConfig) -> None:
     """What the algorithms of :class:`TrainConfig` need beyond what every run does."""
+    _validate_adapter(config)
     data, rollout, algorithm, trainer = config.data, config.actor_rollout_ref.rollout, config.algorithm, config.trainer
     filtering = algorithm.filter_groups
     _validate_trained(config, "critic", config.critic)

@@ -290,10 +290,15 @@ def _validate_teacher(config: GkdConfig) -> None:
             where="gkd.teacher_model",
             expected="a checkpoint directory, or gkd.lora.rank above 0 for the student without its adapter",
         )
-    if gkd.lora.rank and config.engine.train != "golden":
+    if config.actor_rollout_ref.model.lora_rank:
+        raise InputError(
+            "the student's adapter has settings of its own", where="actor_rollout_ref.model.lora_rank", expected=0,
+            found=config.actor_rollout_ref.model.lora_rank, next_step="set gkd.lora.rank",
+        )  # fmt: skip
+    if gkd.lora.rank and config.engine.train == "megatron":
         raise UnavailableError(
-            "the adapter is trained by the golden engine only",
+            "the adapter is trained by the golden and the FSDP engine only",
             where="gkd.lora.rank",
-            expected="0, or engine.train=golden",
+            expected="0, or engine.train=golden or fsdp",
             found=f"{gkd.lora.rank} with engine.train={config.engine.train}",
         )

@@ -1,4 +1,4 @@
-"""A minimal low-rank adapter (LoRA; Hu et al. 2021, arXiv 2106.09685) for any model, and an engine that trains it.
+"""A minimal low-rank adapter (LoRA; Hu et al. 2021, arXiv 2106.09685) for any model, and the golden engine of it.
 
 Our own and not ``peft``, for three reasons: parameter names stay those of the checkpoint, so the weight sync needs no
 renaming; it works on modules that use a weight other than by calling a linear layer (the absorbed projections of MLA);
@@ -9,10 +9,10 @@ engine gets. The cost is one product B·A per adapted weight and forward, which 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,24 @@ from alignment.backends.training import MicroBatch, OptimizerConfig
 from alignment.errors import InputError
 from alignment.numerics.random import portable_normal
 
+if TYPE_CHECKING:
+    from alignment.rl.config import RunConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
     """``rank`` r, ``alpha`` (the update is scaled by α/r), and which weights are adapted.
 
     ``target_modules`` are names of modules with a two-dimensional weight, by their last part or as a pattern over the
-    whole path (``*.self_attn.*``); ``all-linear`` is every one but embedding and head.
+    whole path (``*.self_attn.*``); ``all-linear`` is every one but embedding, router and head. ``seed`` draws the first
+    factor, and ``where`` is the field that errors name.
     """
 
     rank: int = 8
     alpha: float = 16.0
     target_modules: tuple[str, ...] = ("all-linear",)
     seed: int = 42
+    where: str = "gkd.lora.target_modules"
 
 
 class LoraModel(nn.Module):
@@ -52,16 +57,16 @@ class LoraModel(nn.Module):
         super().__init__()
         self.base_model = model.requires_grad_(False)
         self.scaling = settings.alpha / settings.rank
-        self.targets = tuple(_targets(model, settings.target_modules))
+        matrices = (n for n, p in model.named_parameters() if p.ndim == 2 and n.endswith(".weight"))
+        self.targets = adapted_names(matrices, settings)
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         weights = dict(model.named_parameters())
         for name in self.targets:
             rows, columns = weights[name].shape
-            drawn = portable_normal((settings.rank, columns), seed=settings.seed, stream=f"lora/{name}")
-            down = (drawn / settings.rank**0.5).to(weights[name])
+            down = fresh_down(name, columns, settings).to(weights[name])
             # ParameterDict takes no dots: they separate modules.
-            self.down[_key(name)] = nn.Parameter(down)
-            self.up[_key(name)] = nn.Parameter(torch.zeros(rows, settings.rank).to(weights[name]))
+            self.down[adapter_key(name)] = nn.Parameter(down)
+            self.up[adapter_key(name)] = nn.Parameter(torch.zeros(rows, settings.rank).to(weights[name]))
 
     @property
     def config(self) -> Any:
@@ -71,7 +76,7 @@ class LoraModel(nn.Module):
     def merged_weight(self, name: str) -> Tensor:
         """W + (α/r)·B·A of one adapted weight."""
         weight = self.base_model.get_parameter(name)
-        return weight + self.scaling * (self.up[_key(name)] @ self.down[_key(name)])
+        return weight + self.scaling * (self.up[adapter_key(name)] @ self.down[adapter_key(name)])
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """The model with its adapted weights."""
@@ -126,26 +131,73 @@ class LoraTrainingEngine(GoldenTrainingEngine):
         return answers
 
 
-def _targets(model: nn.Module, wanted: Sequence[str]) -> Iterator[str]:
-    weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n.endswith(".weight")}
-    skipped = ("embed_tokens", "lm_head", "gate")
-    found = []
-    for name in weights:
+class ActorWithoutAdapter:
+    """The actor with its adapter disabled as the reference policy: no second model, and a second pass of the actor.
+
+    Args:
+        actor: an engine that has ``forward_base``.
+        outputs: what a micro batch gives.
+    """
+
+    def __init__(self, actor: Any, outputs: Any) -> None:
+        self.actor, self._outputs = actor, outputs
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that computes."""
+        return self.actor.model
+
+    def forward(self, micro_batches: Sequence[MicroBatch], *, stage: str) -> list[dict[str, Tensor]]:
+        """See :class:`alignment.backends.training.TrainingEngine`."""
+        return self.actor.forward_base(micro_batches, self._outputs, stage=stage)
+
+
+def adapter_of(config: RunConfig) -> LoraSettings | None:
+    """The adapter that a run's configuration asks for: ``gkd.lora`` in distillation, else ``model.lora_rank``."""
+    lora, model = getattr(getattr(config, "gkd", None), "lora", None), config.actor_rollout_ref.model
+    if lora is not None and lora.rank:
+        return LoraSettings(
+            rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=config.gkd.seed,
+            where="gkd.lora.target_modules",
+        )  # fmt: skip
+    if not model.lora_rank:
+        return None
+    return LoraSettings(
+        rank=model.lora_rank, alpha=model.lora_alpha, target_modules=model.target_modules, seed=config.trainer.seed,
+        where="actor_rollout_ref.model.target_modules",
+    )  # fmt: skip
+
+
+def adapted_names(matrices: Iterable[str], settings: LoraSettings) -> tuple[str, ...]:
+    """Which of the weights that are ``matrices``, by their names in a checkpoint, get an adapter.
+
+    Raises:
+        InputError: none.
+    """
+    skipped, last_parts = ("embed_tokens", "lm_head", "gate"), set()
+    found, wanted = [], settings.target_modules
+    for name in matrices:
         module = name.removesuffix(".weight")
         last = module.rpartition(".")[2]
+        last_parts.add(last)
         everything = "all-linear" in wanted and last not in skipped
         if everything or any(last == w or fnmatch.fnmatchcase(module, w) for w in wanted):
             found.append(name)
     if not found:
-        last = sorted({n.removesuffix(".weight").rpartition(".")[2] for n in weights})
         raise InputError(
             "no weight of the model is adapted",
-            where="gkd.lora.target_modules",
-            expected=f"all-linear, or some of {', '.join(last)}",
+            where=settings.where,
+            expected=f"all-linear, or some of {', '.join(sorted(last_parts))}",
             found=", ".join(wanted),
         )
-    yield from found
+    return tuple(found)
 
 
-def _key(name: str) -> str:
+def fresh_down(name: str, columns: int, settings: LoraSettings) -> Tensor:
+    """A [r, ``columns``] of the weight called ``name``, drawn N(0, 1/r) in float64, the same on every engine."""
+    drawn = portable_normal((settings.rank, columns), seed=settings.seed, stream=f"lora/{name}")
+    return drawn / settings.rank**0.5
+
+
+def adapter_key(name: str) -> str:
     return name.replace(".", "/")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from alignment.backends.training import MicroBatch
 from alignment.rl import gkd_stages, teacher
+from alignment.rl.fsdp_lora import FsdpLoraEngine
 from alignment.rl.gkd_config import GkdConfig
 from alignment.rl.lora import LoraTrainingEngine
 
@@ -15,7 +16,7 @@ from alignment.rl.lora import LoraTrainingEngine
 class AdapterDisabledTeacher:
     """Forward passes of the student's frozen base. Training the adapter never moves it."""
 
-    def __init__(self, student: LoraTrainingEngine, config: GkdConfig) -> None:
+    def __init__(self, student: LoraTrainingEngine | FsdpLoraEngine, config: GkdConfig) -> None:
         self.engine, self._outputs = student, gkd_stages.outputs_of_student(config)
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Mapping[str, Tensor]]:

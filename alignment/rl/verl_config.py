@@ -279,6 +279,14 @@ def _refuse(config: TrainConfig) -> None:
             expected=" | ".join(DTYPES),
             found=config.actor_rollout_ref.model.dtype,
         )
+    if config.actor_rollout_ref.model.lora_rank:
+        raise InputError(
+            "engine=verl translates runs that train all weights",
+            where="actor_rollout_ref.model.lora_rank",
+            expected=0,
+            found=config.actor_rollout_ref.model.lora_rank,
+            next_step="hand over a verl configuration with --config FILE.yaml",
+        )
     if not all(name.endswith(".parquet") for name in config.data.train_files):
         raise InputError(
             "verl reads parquet",

@@ -22,6 +22,7 @@ from alignment.rl.config import ActorConfig, CriticConfig, RunConfig
 from alignment.rl.distill_loss import DistillCounts
 from alignment.rl.gkd_config import GkdConfig
 from alignment.rl.gkd_stages import StudentUpdate, TeacherCache, ask_teacher, update_student
+from alignment.rl.lora import ActorWithoutAdapter, LoraTrainingEngine, adapter_of
 from alignment.rl.observers import ObserverSpec, close_observers, make_observers
 
 TRAIN_ENGINES, ROLLOUT_ENGINES = ("golden", "fsdp", "megatron"), ("golden", "vllm")
@@ -121,7 +122,8 @@ class Worker:
         self.teacher = self._build_teacher() if "actor" in roles and isinstance(self.config, GkdConfig) else None
         self.replica = self._build_replica() if "teacher" in roles else None
         self._teacher_cache = TeacherCache()
-        self._trains = [e for e in (self.actor, self.reference, self.critic) if e is not None]
+        borrowed = isinstance(self.reference, ActorWithoutAdapter)
+        self._trains = [e for e in (self.actor, None if borrowed else self.reference, self.critic) if e is not None]
         if self.teacher is not None and not self.config.gkd.offload_teacher_model:
             self._trains += [self.teacher.engine] if self.teacher.engine is not self.actor else []
         self._takes_turns = (
@@ -306,11 +308,13 @@ class Worker:
 
     def _build_actor(self):
         policy = self.config.actor_rollout_ref
-        if isinstance(self.config, GkdConfig) and self.config.gkd.lora.rank:
+        if adapter_of(self.config) and self.config.engine.train == "golden":
             return self._lora_engine(self._optimizer(policy.actor), DTYPES[policy.model.dtype])
         return self._policy_engine(self._optimizer(policy.actor), policy.model.dtype)
 
     def _build_reference(self):
+        if self.actor is not None and adapter_of(self.config):
+            return ActorWithoutAdapter(self.actor, stages.outputs_of_policy(self.config))
         return self._policy_engine(None, self.config.actor_rollout_ref.ref.dtype)
 
     def _policy_engine(self, optimizer: OptimizerConfig | None, dtype: str):
@@ -347,9 +351,6 @@ class Worker:
         )
 
     def _lora_engine(self, optimizer: OptimizerConfig, dtype: torch.dtype):
-        from alignment.rl.lora import LoraSettings, LoraTrainingEngine
-
-        lora = self.config.gkd.lora
         return LoraTrainingEngine.from_checkpoint(
             self._checkpoint,
             optimizer=optimizer,
@@ -357,9 +358,7 @@ class Worker:
             device=self.device.torch_device,
             outputs=stages.outputs_of_policy(self.config),
             ranks=self.ranks,
-            settings=LoraSettings(
-                rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=self.config.gkd.seed
-            ),
+            settings=adapter_of(self.config),
         )
 
     def _build_critic(self):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import dapo_world
 import pytest
+import torch
 
 from alignment.backends import fsdp_training
 from alignment.errors import InputError
@@ -86,6 +87,33 @@ def test_a_replay_agrees_with_the_golden_engine_step_by_step(world, record, tmp_
         for metric, error in errors(ours.metrics[step], golden.metrics[step]).items():
             measure = allowed[step][metric].judge(error, run_seed=JUDGED)
             assert measure.within, f"step {step + 1}: {measure}"
+
+
+def test_an_adapter_trains_like_the_golden_one(world, tmp_path):
+    """The same adapter, the same base as reference; gradients are sums of the same float32 numbers."""
+    lora = {**SETTINGS, "actor_rollout_ref__model__lora_rank": 2, "actor_rollout_ref__actor__use_kl_loss": True}
+    golden = run_dapo(dapo_world.config(world, **lora), run_dir=tmp_path / "golden")
+    settings = {**lora, "engine__train": "fsdp", "actor_rollout_ref__actor__fsdp_config__model": "golden"}
+    ours = run_dapo(dapo_world.config(world, **settings), run_dir=tmp_path / "fsdp")
+    plain = run_dapo(dapo_world.config(world, **SETTINGS), run_dir=tmp_path / "plain")
+    eps = torch.finfo(torch.float32).eps
+    for mine, theirs, other in zip(ours.metrics, golden.metrics, plain.metrics, strict=True):
+        for metric, error in errors(mine, theirs).items():
+            assert error <= 2 * 8 * dapo_world.RESPONSE * 105 * eps, metric
+        assert mine["critic/score/mean"] == theirs["critic/score/mean"]
+        assert errors(mine, other)["actor/grad_norm"] > 2 * 8 * dapo_world.RESPONSE * 105 * eps, "nothing was adapted"
+
+
+@pytest.mark.slow
+def test_two_ranks_train_one_adapter(world, tmp_path):
+    pytest.importorskip("ray")
+    lora = {**FSDP, "actor_rollout_ref__model__lora_rank": 2, "actor_rollout_ref__actor__use_kl_loss": True}
+    one = run_dapo(dapo_world.config(world, **lora), run_dir=tmp_path / "one")
+    two = run_dapo(
+        dapo_world.config(world, **lora, trainer__n_gpus_per_node=2), run_dir=tmp_path / "two", executor="ray"
+    )
+    error = errors(two.metrics[0], one.metrics[0])["actor/grad_norm"]
+    assert error <= 2 * 8 * dapo_world.RESPONSE * 105 * torch.finfo(torch.float32).eps
 
 
 def test_gradients_of_twice_the_size_are_caught(world, record, tmp_path, monkeypatch):

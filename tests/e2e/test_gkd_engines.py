@@ -54,6 +54,14 @@ def test_fsdp(distil, golden, model, k):
     assert_same(distil(gkd__gkd_logits_topk=k, **fsdp), golden[k])
 
 
+def test_an_adapter_on_fsdp_and_its_base_as_the_teacher(distil, pupils):
+    opsd = {"data__train_files": [str(pupils / "opsd.jsonl")], "gkd__lora__rank": 4, "gkd__teacher_model": None}
+    fsdp = {"engine__train": "fsdp", "actor_rollout_ref__actor__fsdp_config__model": "golden"}
+    ours, theirs = distil(**opsd, **fsdp), distil(**opsd)
+    assert_same(ours, theirs)
+    assert ours[0]["student/loss"] > 0
+
+
 @pytest.mark.slow
 def test_fsdp_on_two_ranks(ray_cluster, distil, golden):
     assert_same(distil("ray", engine__train="fsdp", trainer__n_gpus_per_node=2), golden[None])

@@ -20,6 +20,7 @@ from alignment.capture.msprobe_writer import write_msprobe
 from alignment.capture.readers import open_capture
 from alignment.errors import InputError, UnavailableError
 from alignment.models import mla
+from alignment.rl.fsdp_lora import FsdpLoraEngine
 from alignment.rl.gkd_run import run_gkd
 from alignment.rl.run import CONFIG, run_dapo
 from alignment.rl.tracking import GROUPS, METRICS
@@ -309,6 +310,34 @@ def test_distillation_is_collected_and_replayed(world, tmp_path):
         step_end=5, actor_train_dump=True,
     )  # fmt: skip
     assert run_gkd(gkd_world.config(world, root, **second), run_dir=tmp_path / "b" / "run").metrics == plain.metrics
+
+
+LORA = {
+    "engine__train": "fsdp", "actor_rollout_ref__actor__fsdp_config__model": "golden",
+    "actor_rollout_ref__model__lora_rank": 2, "actor_rollout_ref__actor__use_kl_loss": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("step_end", "whole"), [(4, [0, 1]), (2, [0])])
+def test_with_lora_on_fsdp_two_steps_need_twice_the_step_end(world, tmp_path, monkeypatch, capsys, step_end, whole):
+    passes = []
+    honest = FsdpLoraEngine.forward
+
+    def forward(self, micro_batches, *, stage):
+        passes.append((stage, self._switch.on))
+        return honest(self, micro_batches, stage=stage)
+
+    monkeypatch.setattr(FsdpLoraEngine, "forward", forward)
+    setting = collect(tmp_path, actor_train_dump=True, reference_dump=True, step_end=step_end)
+    run_dapo(dapo_world.config(world, **setting, **LORA), run_dir=tmp_path / "run")
+    assert passes == [("old_log_prob", True), ("ref_log_prob", False)] * STEPS, "the actor computes twice a step"
+    reader = open_capture(tmp_path / "dump")
+    for stage in ("actor_compute_log_prob", "actor_update"):
+        assert [step for step in reader.steps() if stage in reader.stages(step)] == whole
+    of_reference = [step for step in reader.steps() if "reference_compute_log_prob" in reader.stages(step)]
+    assert of_reference == list(range(STEPS))
+    said = capsys.readouterr().err
+    assert f"count calls, which is {len(whole)} whole step" in said and "set step_end to 2·N" in said
 
 
 @pytest.mark.parametrize("engine", ["golden", pytest.param("fsdp", marks=pytest.mark.slow)])

@@ -121,9 +121,15 @@ REFUSED = {
         {"actor_rollout_ref__model__use_fused_kernels": True},
         "use_fused_kernels: the divergence needs logits",
     ),
-    "an adapter on FSDP": (
-        {"engine__train": "fsdp", "gkd__lora__rank": 4},
-        "gkd.lora.rank: the adapter is trained by the golden engine only",
+    "an adapter on Megatron": (
+        {"engine__train": "megatron", "gkd__lora__rank": 4},
+        "gkd.lora.rank: the adapter is trained by the golden and the FSDP engine only; expected 0, or engine.train=golden "
+        "or fsdp; found 4 with engine.train=megatron",
+    ),
+    "the adapter of the other pipelines": (
+        {"actor_rollout_ref__model__lora_rank": 4},
+        "actor_rollout_ref.model.lora_rank: the student's adapter has settings of its own; expected 0; found 4. "
+        "Next: set gkd.lora.rank",
     ),
     "a negative rank": ({"gkd__lora__rank": -1}, "gkd.lora: an adapter has a rank of at least 1"),
     "an engine too short": (

@@ -276,6 +276,24 @@ def test_a_wrong_override_is_one_clear_error(override, message):
             },
             "filter_groups.metric: groups are filtered before the KL penalty enters the reward",
         ),
+        (
+            {"actor_rollout_ref__model__lora_rank": -1},
+            "actor_rollout_ref.model.lora_rank: an adapter has a rank of at least 1 and a positive alpha; found rank -1",
+        ),
+        (
+            {"actor_rollout_ref__model__lora_rank": 4, "engine__train": "megatron"},
+            "actor_rollout_ref.model.lora_rank: the adapter is trained by the golden and the FSDP engine only; expected "
+            "0, or engine.train=golden or fsdp; found 4 with engine.train=megatron",
+        ),
+        (
+            {
+                "actor_rollout_ref__model__lora_rank": 4,
+                "actor_rollout_ref__ref__dtype": "float64",
+                "actor_rollout_ref__actor__use_kl_loss": True,
+            },
+            "actor_rollout_ref.ref.dtype: the reference is the actor without its adapter, and computes as it does; "
+            "expected float32 with lora_rank=4; found float64",
+        ),
         ({"data": 3}, "data: a section is a mapping; expected a mapping; found int"),
         ({"dat": {}}, "dat: there is no such key"),
         ({"actor_rollout_ref__actor__loss_agg_mode": "token_mean"}, "did you mean token-mean"),
