@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alignment.capture.absorbed import LAYER, absorbed_weight, absorbs
 from alignment.capture.leaves import call_leaves, output_leaves
 from alignment.capture.record import Shard, holds_samples
 from alignment.capture.reduction import Reduced
@@ -32,6 +33,7 @@ class HookedModule:
     parent: str
     module: nn.Module = field(repr=False, compare=False)
     holds_samples: bool = True
+    absorbs: bool = False
 
 
 @dataclass
@@ -110,7 +112,7 @@ class ModuleHooks:
             if not root and not self.takes(whole):
                 continue
             parent = self._parent(name, modules, names)
-            hooked = HookedModule(whole, type(module).__name__, parent, module, holds_samples(whole))
+            hooked = HookedModule(whole, type(module).__name__, parent, module, holds_samples(whole), absorbs(module))
             taken = self.takes(whole)
             self._handles.append(
                 module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
@@ -239,6 +241,8 @@ class ModuleHooks:
                         self._row(frame, "forward", "output", path, t, self._reduce(hooked, path, t))
                 if self.parameters and torch._C._current_graph_task_id() == -1:
                     self._record_parameters(hooked)
+                    if hooked.absorbs:
+                        self._record_absorbed(hooked)
                 if self.backward and self.modules and torch.is_grad_enabled():
                     self._hook_graph(frame, results)
 
@@ -272,6 +276,21 @@ class ModuleHooks:
                 name, "", "parameter", "forward", 0, "input", local, hooked.name, t,
                 self.record.reduce(t, shard=shard, by_sample=False), shard,
             )  # fmt: skip
+
+    def _record_absorbed(self, hooked: HookedModule) -> None:
+        """The weight of a layer whose work its parent has done without calling it."""
+        name = f"{hooked.name}.{LAYER}" if hooked.name else LAYER
+        if self.record.calls_of(name) or not self.takes(name):
+            return
+        weight, told = absorbed_weight(hooked.module)
+        if not self.record.first_time(f"{name}.weight", told):
+            return
+        layer = hooked.module._modules[LAYER]
+        t, shard = local_tensor(weight), parameter_shard(layer.weight, layer)
+        self.record.row(
+            f"{name}.weight", "", "parameter", "forward", 0, "input", "weight", name, t,
+            self.record.reduce(t, shard=shard, by_sample=False), shard,
+        )  # fmt: skip
 
     # --- backward ----------------------------------------------------------------------------------------------------
 

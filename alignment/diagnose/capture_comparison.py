@@ -6,7 +6,7 @@ import heapq
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from alignment.capture.record import CaptureReader, TensorRow
@@ -132,8 +132,18 @@ class StageComparison:
             if healed
             else ""
         )
-        left = f"; {self.left_out}" if self.skipped else ""
+        left = "".join(f"; {text}" for text in (self.declared, self.left_out) if text)
         return f"{self.pairs} tensors agree within the error of their sources{remark}{left}"
+
+    @property
+    def declared(self) -> str:
+        """What one side does without by its way of computing, and why that is no failure; empty where nothing is."""
+        gaps = [gap for gap in self.unpaired if gap.declared]
+        modules = list(dict.fromkeys(gap.name for gap in gaps))
+        if not modules:
+            return ""
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        return f"{modules[0]}{more} only in {gaps[0].side}: {gaps[0].declared}"
 
     @property
     def left_out(self) -> str:
@@ -356,7 +366,7 @@ def _different_implementations(pairing: Pairing) -> bool:
 def _weigh(gap: Unpaired, foreign: bool) -> Unpaired:
     """Between implementations only parameters have to match; a module one of them lacks is a remark."""
     if foreign and gap.what in ("module", "call"):
-        return Unpaired(what="tensor", side=gap.side, name=gap.name, detail=gap.detail)
+        return replace(gap, what="tensor")
     return gap
 
 

@@ -179,7 +179,10 @@ Judge = Callable[[Edge], bool]
 
 
 class ModuleGraph:
-    """The modules of one pass: nodes of both directions, parameters, attributes, values of the pipeline."""
+    """The modules of one pass: nodes of both directions, parameters, attributes, values of the pipeline.
+
+    ``uncalled`` are the holders of parameters that never ran, by the module around them, which computes with them.
+    """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self.parameters: dict[str, list[Pair]] = {}
@@ -212,6 +215,11 @@ class ModuleGraph:
         forward = {key[:2]: node for key, node in nodes.items() if key[2] == "forward"}
         backward = {key[:2]: node for key, node in nodes.items() if key[2] == "backward"}
         self.nodes = forward
+        self.uncalled: dict[str, list[str]] = {}
+        called = {node.module for node in nodes.values()}
+        for owner in self.parameters:
+            if owner not in called:
+                self.uncalled.setdefault(owner.rpartition(".")[0], []).append(owner)
         self.forward = _forward_tree(list(forward.values()))
         self.backward = _backward_tree(backward, forward)
 
@@ -367,7 +375,8 @@ class _Walk:
         for pair in node.inputs:
             self._visit(kind, culprit, (parent_class, relative, node.class_name, pair.path), pair, outer, picked)
         scope = Scope()
-        self._held(node.module, scope)
+        for owner in (node.module, *self.graph.uncalled.get(node.module, ())):
+            self._held(owner, scope)
         for pair in node.inputs:
             scope.add(pair, self.flag[id(pair)])
         unordered = any(pair.unordered for pair in node.inputs)

@@ -56,6 +56,10 @@ FUSED = {
 }
 """Fused linear layers and the parts that Hugging Face names, in the order of their output features."""
 
+ABSORBED = {"kv_b_proj": "{parent} multiplies its weight into queries and values itself, and that weight is compared"}
+"""Layers that some implementations derive matrices from and do not call, and why a call may be missing there. It has to
+be seen in the capture: the weight is recorded under the layer's name although the layer never ran."""
+
 
 def canonical(name: str) -> str:
     """Hugging Face's path of the module or parameter ``name``, which is returned as it is where nothing is known."""

@@ -25,7 +25,7 @@ from alignment.diagnose.difference import (
     rounding,
 )
 from alignment.diagnose.module_graph import Pair
-from alignment.diagnose.names import FUSED, NameMap
+from alignment.diagnose.names import ABSORBED, FUSED, NameMap
 
 DISCRETE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"})
 
@@ -41,6 +41,7 @@ class Unpaired:
         skipped: both sides have it, and padding among it keeps it from being compared.
         disagrees: it was skipped, though the two are of one shape and their statistics disagree: it may be padding, or
             a fault. False for the rows of a single expert, whose results are compared where they leave the experts.
+        declared: why it need not be there; "" where nothing is known that excuses it.
     """
 
     what: str
@@ -49,11 +50,12 @@ class Unpaired:
     detail: str = ""
     skipped: bool = False
     disagrees: bool = False
+    declared: str = ""
 
     @property
     def fails(self) -> bool:
         """Whether the comparison fails because of it."""
-        return self.what != "tensor"
+        return self.what != "tensor" and not self.declared
 
     def __str__(self) -> str:
         if self.skipped:
@@ -111,14 +113,14 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
             if isinstance(rows, list):
                 rows.clear()
     shared: dict[tuple, tuple] = {}
-    while first:
-        key = next(iter(first))
+    weights = _absorbed_weights(first), _absorbed_weights(second)
+    for key in list(first):
         calls = first.pop(key)
         others = second.pop(key, None)
         rows = sum(map(len, calls.values()))
         out.golden_rows += rows
         if others is None:
-            out.unpaired.append(_missing(key, calls, "golden"))
+            out.unpaired.append(_missing(key, calls, "golden", _declared(key, weights[1])))
             continue
         out.target_rows += sum(map(len, others.values()))
         made = len(out.pairs)
@@ -127,7 +129,7 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
             pair.shape = shared.setdefault(pair.shape, pair.shape)
     for key, calls in second.items():
         out.target_rows += sum(map(len, calls.values()))
-        out.unpaired.append(_missing(key, calls, "target"))
+        out.unpaired.append(_missing(key, calls, "target", _declared(key, weights[0])))
     return out
 
 
@@ -223,12 +225,31 @@ def setting_difference(golden: TensorRow, target: TensorRow) -> Difference | Non
     return Difference(relative, problem=f"{b}, golden has {a}")
 
 
-def _missing(key: tuple[str, str, str], calls: _Group, side: str) -> Unpaired:
+def _absorbed_weights(groups: dict[tuple[str, str, str], _Group]) -> set[str]:
+    """Layers that one side holds the weight of, and computed with, and did not call."""
+    out = set()
+    for name, kind, _ in groups:
+        layer, _, leaf = name.rpartition(".")
+        if kind == "parameter" and leaf == "weight" and layer.rpartition(".")[2] in ABSORBED:
+            if (layer, "module", "forward") not in groups and (layer.rpartition(".")[0], "module", "forward") in groups:
+                out.add(layer)
+    return out
+
+
+def _declared(key: tuple[str, str, str], absorbed: set[str]) -> str:
+    """Why the other side, which has absorbed these layers, need not have the calls of one of them."""
+    parent, _, last = key[0].rpartition(".")
+    return ABSORBED[last].format(parent=parent) if key[1] == "module" and key[0] in absorbed else ""
+
+
+def _missing(key: tuple[str, str, str], calls: _Group, side: str, declared: str) -> Unpaired:
     name, kind, direction = key
     row = next(iter(calls.values()))[0]
     what = "parameter" if kind.startswith("parameter") else "tensor" if kind == "value" else "module"
     detail = f"{row.class_name}, {len(calls)} calls" if row.class_name else kind
-    return Unpaired(what=what, side=side, name=name or "(root)", detail=f"{detail}, {direction}")
+    return Unpaired(
+        what=what, side=side, name=name or "(root)", detail=f"{detail}, {direction}", declared=declared
+    )  # fmt: skip
 
 
 def _pair_calls(key: tuple[str, str, str], golden: _Group, target: _Group, out: Pairing) -> None:

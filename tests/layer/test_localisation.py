@@ -22,6 +22,7 @@ from alignment.capture.session import capture
 from alignment.diagnose.capture_comparison import compare_captures, learn_noise
 from alignment.faults.catalogue import all_faults, find_faults
 from alignment.models import attention, mla, moe
+from alignment.models.cache import LatentCache
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import ModelConfig, YarnScaling
 from alignment.numerics.perturbation import one_ulp
@@ -415,9 +416,9 @@ def test_most_faults_are_those_of_the_catalogue():
     assert entries(KERNELS) == set(KERNELS) and entries(OPERANDS) == set(OPERANDS)
 
 
-def compare(golden, directory, change, setting="float32", *, noise=None, allow_missing=(), **options):
+def compare(golden, directory, change, setting="float32", *, noise=None, **options):
     target = captured(directory, change, **SETTINGS[setting], **options)
-    return compare_captures(golden(setting), target, noise=noise, allow_missing=allow_missing).stages[0]
+    return compare_captures(golden(setting), target, noise=noise).stages[0]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -535,8 +536,6 @@ CATALOGUE = {
     "fp32-hf32-matmul": "no gradients",
 }
 """The ten benign entries and the setting each acts in. Those that act outside of modules leave a capture as it is."""
-NOT_RUN = {"mla-absorbed-versus-expanded": ("*.self_attn.kv_b_proj*",)}
-"""What the absorbed form multiplies with itself and never calls."""
 DECLARED = {"near-tie-expert-flip": "router-gemm-rounds-to-bf16", "fp32-hf32-matmul": "fp32-hf32-matmul"}
 """Entries that are benign in a run that declares less arithmetic, and the entry that computes with what is declared."""
 CALIBRATION_SEEDS = (31, 32, 33, 34)
@@ -565,8 +564,7 @@ def test_these_are_the_benign_entries_of_the_catalogue():
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_benign_entry_of_the_catalogue_is_not_flagged(golden, declared, tmp_path, name):
     noise = declared(name) if name in DECLARED else None
-    lacking = NOT_RUN.get(name, ())
-    stage = compare(golden, tmp_path, entry(name), CATALOGUE[name], noise=noise, allow_missing=lacking)
+    stage = compare(golden, tmp_path, entry(name), CATALOGUE[name], noise=noise)
     assert stage.aligned, stage.reason()
 
 
@@ -579,10 +577,80 @@ def test_arithmetic_that_is_not_declared_is_a_fault(golden, tmp_path, name, modu
     assert compare(golden, tmp_path, entry(name), CATALOGUE[name]).first.module == module
 
 
-def test_what_the_absorbed_form_does_not_run_is_all_that_is_said_of_it(golden, tmp_path):
+ABSORBED = (
+    "model.layers.0.self_attn.kv_b_proj and 2 more only in golden: model.layers.0.self_attn multiplies its weight into"
+    " queries and values itself, and that weight is compared"
+)
+
+
+def test_a_layer_that_the_absorbed_form_does_not_call_is_absent_for_a_stated_reason(golden, tmp_path):
     stage = compare(golden, tmp_path, entry("mla-absorbed-versus-expanded"))
-    assert not stage.localisation.findings
-    assert stage.failures and all(".self_attn.kv_b_proj" in failure for failure in stage.failures)
+    assert stage.aligned and ABSORBED in stage.reason(), stage.reason()
+
+
+def test_a_layer_that_is_missing_without_a_sign_of_the_absorbed_form_fails(golden, tmp_path):
+    model, capturing = make_model(), CaptureConfig(detail="sketch", parameters=False)
+    with entry("mla-absorbed-versus-expanded")(model):
+        with capture(model, capturing, directory=tmp_path) as session, session.step(0):
+            weighted(model(tokens())).backward()
+    stage = compare_captures(golden("float32"), OwnCapture(tmp_path)).stages[0]
+    missing = "module model.layers.1.self_attn.kv_b_proj only in golden, missing in target (Linear, 1 calls, forward)"
+    assert missing in stage.failures
+
+
+def prefilled(directory, model, *, absorbed):
+    cache = LatentCache(CONFIG, batch_size=BATCH, capacity=LENGTH, dtype=torch.float32, device="cpu")
+    with capture(model, CaptureConfig(detail="sketch"), directory=directory) as session, session.step(0):
+        with torch.no_grad():
+            model.prefill(tokens(), cache, absorbed=absorbed)
+    return OwnCapture(directory)
+
+
+@pytest.mark.parametrize("contiguous", (False, True), ids=("views", "copies"))
+@pytest.mark.parametrize("stale", (False, True))
+def test_the_weights_an_engine_has_absorbed_are_compared_with_the_layer_they_are_of(tmp_path, stale, contiguous):
+    golden, target = make_model(), make_model()
+    if stale:
+        held = target.get_parameter("model.layers.1.self_attn.kv_b_proj.weight")
+        right = held.detach().clone()
+        with torch.no_grad():
+            held.add_(1e-3 * right.roll(1, 0))
+    target.absorb(contiguous=contiguous)
+    if stale:
+        with torch.no_grad():
+            held.copy_(right)
+    stage = compare_captures(
+        prefilled(tmp_path / "a", golden, absorbed=False), prefilled(tmp_path / "b", target, absorbed=True)
+    ).stages[0]
+    if stale and contiguous:
+        named = stage.first.module, stage.first.quantity
+        assert named == ("model.layers.1.self_attn.kv_b_proj", "parameter weight"), stage.reason()
+    else:
+        # views of the weight have been updated with it
+        assert stage.aligned and ABSORBED in stage.reason(), stage.reason()
+
+
+def test_hugging_faces_attention_is_compared_with_the_absorbed_form(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(CONFIG, first_k_dense_replace=CONFIG.num_hidden_layers)
+    target = make_model(config=config)
+    golden = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**config.to_hf(), attn_implementation="eager")
+    ).eval()
+    golden.load_state_dict(target.state_dict())
+    with capture(golden, CaptureConfig(detail="sketch"), directory=tmp_path / "a") as session, session.step(0):
+        with torch.no_grad():
+            golden(tokens(), use_cache=False)
+    target.absorb(contiguous=True)
+    first = OwnCapture(tmp_path / "a")
+    # modules of another implementation, and the passes that an engine enters by another method
+    other = ("*.rotary_emb", "*.act_fn", "model", "(root)")
+    stage = compare_captures(first, prefilled(tmp_path / "b", target, absorbed=True), allow_missing=other).stages[0]
+    assert stage.aligned and ABSORBED in stage.reason(), stage.reason()
+    held = target.model.layers[1].self_attn
+    held.w_uv = held.w_uv.roll(1, 0)
+    stage = compare_captures(first, prefilled(tmp_path / "c", target, absorbed=True)).stages[0]
+    assert (stage.first.module, stage.first.quantity) == (f"{ATTENTION}.kv_b_proj", "parameter weight")
 
 
 @pytest.mark.parametrize("name", BENIGN)
