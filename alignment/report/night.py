@@ -35,6 +35,9 @@ from alignment.report.run_directory import finite
 
 SCHEMA = 1
 NIGHT, BEGUN, PHASE, LOCK = "night.json", "begun.json", "phase.json", ".lock"
+NOT_RUN = "not run"
+"""How the cause of a phase begins that the night did not come to."""
+
 TOLD = 8
 """Concerns of one kind that a terminal shows."""
 
@@ -146,6 +149,7 @@ class NightRecord:
     remarks: tuple[str, ...] = ()
     page: str = ""
     history: str = ""
+    resume: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -213,10 +217,13 @@ def cause_of(phases: Sequence[PhaseRecord]) -> str:
     )
     if not bad:
         return ""
-    text = f"{bad[0].name}: {bad[0].stage}: {bad[0].cause}"
-    if len(bad) > 1:
-        text += f" (also {', '.join(f'{p.name} {p.outcome}' for p in bad[1:])})"
-    return text
+    gravest_of = [p for p in bad if p.outcome == bad[0].outcome]
+    first = next((p for p in gravest_of if not p.cause.startswith(NOT_RUN)), bad[0])
+    text = f"{first.name}: {first.stage}: {first.cause}"
+    others = [p for p in bad if p is not first]
+    also = ", ".join(f"{p.name} {p.outcome}" for p in others if not p.cause.startswith(NOT_RUN))
+    idle = ", ".join(p.name for p in others if p.cause.startswith(NOT_RUN))
+    return text + (f" (also {also})" if also else "") + (f"; {NOT_RUN}: {idle}" if idle else "")
 
 
 def write_night(record: NightRecord, folder: Path, *, elsewhere: Sequence[Path] | None = None) -> Path | None:
@@ -264,7 +271,7 @@ def read_night(folder: Path) -> NightRecord:
         record = read_phase(folder / name)
         phases.append(record or PhaseRecord(
             name=name, outcome="error", stage="environment",
-            cause="the driver of the night ended while it ran" if (folder / name).is_dir() else "not run",
+            cause="the driver of the night ended while it ran" if (folder / name).is_dir() else NOT_RUN,
         ))  # fmt: skip
     missing = next((p.name for p in phases if p.outcome == "error"), "the verdict")
     cause = f"the driver of the night was killed before its verdict, at {missing}; resume with --resume"
@@ -322,6 +329,8 @@ def told(record: NightRecord) -> list[str]:
     lines += [f"  remark: {remark}" for remark in record.remarks]
     if record.page:
         lines.append(f"  page: {record.page}")
+    if record.resume and any(phase.outcome == "error" for phase in record.phases):
+        lines.append(f"  next: {record.resume}")
     return lines
 
 

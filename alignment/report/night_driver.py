@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -32,6 +33,7 @@ from alignment.report.night import (
     EXIT_CODES,
     LOCK,
     NIGHT,
+    NOT_RUN,
     PHASE,
     SCHEMA,
     TOLD,
@@ -100,6 +102,14 @@ class NightSetting:
     @property
     def uses_ray(self) -> bool:
         return any(phase.where != "head" for phase in self.matrix.phases_of(self.row))
+
+    @property
+    def again(self) -> str:
+        """The command that goes on with this night."""
+        words = ["alignment", "nightly", "run", str(self.matrix.path), "--row", self.row.name, "--out", str(self.out)]
+        words += [] if self.ray is None else ["--ray-address", self.ray]
+        words += ["--no-history"] if self.history is None else ["--history", str(self.history)]
+        return shlex.join([*words, "--resume"])
 
 
 def run_night(
@@ -290,7 +300,7 @@ class _Night:
     def _guarded(self, name: str, run: Callable[[], PhaseRecord]) -> PhaseRecord:
         """Nothing that goes wrong in a phase ends the night."""
         if self.interrupted:
-            return not_carried_out(name, f"not run: interrupted by {self.interrupted[0]}")
+            return not_carried_out(name, f"{NOT_RUN}: interrupted by {self.interrupted[0]}")
         try:
             return run()
         except OtherCode:
@@ -530,12 +540,12 @@ class _Night:
         # A phase that was never come to is not one that passed.
         names = [record.name for record in records]
         records = [*records, *(
-            not_carried_out(name, "not run") for name in (PROVENANCE_PHASE, *setting.row.phases) if name not in names
+            not_carried_out(name, NOT_RUN) for name in (PROVENANCE_PHASE, *setting.row.phases) if name not in names
         )]  # fmt: skip
         night = self._verdict(records)
         write_night(self._not_yet(night), out)
         try:
-            write_verdicts(out, verdicts_of(records, setting.row))
+            write_verdicts(out, verdicts_of(records, setting.row, resume=setting.again))
             night = self._remember(night)
         except Exception as error:  # whatever it is, the verdict stands
             night = self._with_problem(night, f"the night was not taken into the history: {in_words(error)}")
@@ -572,7 +582,7 @@ class _Night:
         night = NightRecord(
             identity=self.identity, row=self.setting.row.name, chip=self.setting.row.chip, outcome=outcome, action="",
             cause=cause, began=self.began, ended=utc_now(), commit=self.commit, phases=tuple(records),
-            history="" if self.setting.history is None else str(self.setting.history),
+            history="" if self.setting.history is None else str(self.setting.history), resume=self.setting.again,
         )  # fmt: skip
         return replace(night, action=self.setting.matrix.action(night.exit_code))
 

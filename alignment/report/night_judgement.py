@@ -83,8 +83,9 @@ def _classified(
     return outcome, "new", "", f"{entries[0].expires}, {entries[0].owner}" if entries else ""
 
 
-def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
-    """Every verdict of the night, with one per phase on whether it was carried out at all."""
+def verdicts_of(records: Sequence[PhaseRecord], row: Row, *, resume: str) -> list[Verdict]:
+    """Every verdict of the night, with one per phase on whether it was carried out at all; ``resume`` is the command
+    that carries out what was not."""
     own = []
     for record in records:
         carried_out = record.outcome != "error"
@@ -93,7 +94,7 @@ def verdicts_of(records: Sequence[PhaseRecord], row: Row) -> list[Verdict]:
             check=f"night/{record.name}", layer="e2e", stage=record.name, subject="night", device=row.device,
             outcome=outcome if carried_out else Outcome.ERROR,
             reason=(record.counted or record.ended or "carried out") if carried_out else record.cause,
-            next_command=None if carried_out else f"alignment nightly run … --row {row.name} --resume",
+            next_command=None if carried_out else resume,
         ))  # fmt: skip
     return worst_of_each([*own, *(Verdict.from_dict(v) for record in records for v in record.verdicts)])
 

@@ -26,13 +26,14 @@ from alignment.errors import InputError
 from alignment.files import read_json, write_json
 from alignment.report import night_driver, night_page
 from alignment.report.history import History
-from alignment.report.night import NightRecord, PhaseRecord, gravest, read_night, told, write_night
+from alignment.report.night import NightRecord, PhaseRecord, cause_of, gravest, read_night, told, write_night
 from alignment.report.night_driver import NightSetting, run_night
 from alignment.report.night_machine import write_provenance
 from alignment.report.night_matrix import read_matrix
 from alignment.report.night_nodes import Node, Watch, with_withheld
 from alignment.report.night_process import Ended, _machine, _runs, _started, adopting, clear_up, run_command
 from alignment.report.progress import night_progress
+from alignment.report.run_directory import read_verdicts
 
 OK = "print('{\"fine\": true}')"
 TODAY = date.today()
@@ -647,3 +648,35 @@ def test_json_is_quiet(drive):
 def test_a_terminal_that_goes_away_takes_nothing_along(drive):
     outcome, text = shown(drive, {"first": phase(OK), "second": phase(OK)}, terminal=True, leave=True)
     assert outcome == "pass" and "second: pass" not in text
+
+
+def test_the_cause_names_what_ended_the_night_before_what_was_not_run():
+    ended = {"outcome": "error", "stage": "environment"}
+    idle = [PhaseRecord(name=name, cause="not run: interrupted by SIGTERM", **ended) for name in ("dapo", "gkd")]
+    lost = PhaseRecord(name="stress", cause="no end within 5 minutes", **ended)
+    flaky = PhaseRecord(name="checks", outcome="flaky", stage="new", cause="test_a passed and failed in one run")
+    found = PhaseRecord(name="units", outcome="fail", stage="new", cause="off by 0.3")
+    assert cause_of([*idle, flaky, lost]) == (
+        "stress: environment: no end within 5 minutes (also checks flaky); not run: dapo, gkd"
+    )
+    assert cause_of([*idle, flaky, lost, found]) == (
+        "units: new: off by 0.3 (also stress error, checks flaky); not run: dapo, gkd"
+    )
+    assert cause_of([*idle, flaky]) == (
+        "dapo: environment: not run: interrupted by SIGTERM (also checks flaky); not run: gkd"
+    )
+    assert cause_of([flaky]) == "checks: new: test_a passed and failed in one run"
+
+
+def test_a_night_says_how_to_go_on_with_it_and_that_is_a_command(drive, tmp_path):
+    broken = f"import os; os.path.exists({str(tmp_path / 'repaired')!r}) or 1/0; {OK}"
+    night = drive({"first": phase(OK), "second": phase(broken)})
+    again = f"alignment nightly run {tmp_path}/m.yaml --row cpu --out {tmp_path}/night"
+    again += f" --history {tmp_path}/h.sqlite --resume"
+    assert night.outcome == "error" and told(night)[-2:] == [f"  page: {night.page}", f"  next: {again}"]
+    (stopped,) = [v for v in read_verdicts(tmp_path / "night") if v.check == "night/second"]
+    assert stopped.next_command == again
+    (tmp_path / "repaired").touch()
+    done = CliRunner().invoke(app, [*again.split()[1:], "--json"])
+    assert done.exit_code == 0, done.output
+    assert not any("next:" in line for line in told(read_night(tmp_path / "night")))
