@@ -18,7 +18,7 @@ from alignment.backends import fsdp_training
 from alignment.errors import InputError
 from alignment.numerics.budget import Budget, Noise
 from alignment.rl.run import replay_steps, run_dapo
-from alignment.rl.tracking import GROUPS, METRICS
+from alignment.rl.tracking import GROUPS, METRICS, RANKS, read_series
 
 STEPS = 3
 # Two updates a step, so that the second has ratios other than 1 and a loss other than the first's.
@@ -87,6 +87,7 @@ def test_a_replay_agrees_with_the_golden_engine_step_by_step(world, record, tmp_
         for metric, error in errors(ours.metrics[step], golden.metrics[step]).items():
             measure = allowed[step][metric].judge(error, run_seed=JUDGED)
             assert measure.within, f"step {step + 1}: {measure}"
+    assert read_series(tmp_path / RANKS) == read_series(golden.directory / RANKS) != []
 
 
 def test_an_adapter_trains_like_the_golden_one(world, tmp_path):
