@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import DeviceOption, EmulateOption, JsonOption, console_on, find_device, one_thread
+from alignment.cli.options import DeviceOption, EmulateOption, JsonOption, console_on, find_device, one_thread, say
 from alignment.errors import InputError
 from alignment.numerics.verdict import ALIGNED, MISALIGNED
 
@@ -103,10 +103,11 @@ def estimate_memory(
         "weights",
         "gradients",
         "optimizer",
-        "in flight",
-        "activations",
+        "in\nflight",
+        "acti-\nvations",
         "logits",
-        *phases,
+        # The names of phases in full, also on a narrow page.
+        *(phase.replace("_", "\n") for phase in phases),
     )
     table = Table(*columns, box=None, pad_edge=False, header_style="bold", title="GB (1024³ bytes) on one card")
     for stage in found.stages:
@@ -129,9 +130,9 @@ def estimate_memory(
         f"mask {engine.mask / GB:.3f}, logits {engine.logits / GB:.3f} GB",
         f"communication buffers: {found.stages[0].communication / GB:.2f} GB, outside the framework's view",
         f"peak: {held / GB:.2f} GB in {phase} on stage {stage}, of {card_gb:g} GB",
-        *found.advice,
+        *(found.advice or (f"it fits: {card_gb - held / GB:.2f} GB are left on the fullest card",)),
     ):
-        console.print(line, markup=False, highlight=False)
+        say(console, line)
     raise typer.Exit(MISALIGNED if found.advice else ALIGNED)
 
 

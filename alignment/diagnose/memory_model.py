@@ -19,8 +19,9 @@ in flight: one-forward-one-backward, and its interleaved form (Narayanan et al. 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -254,7 +255,8 @@ def communicators(sizes: ParallelSizes, data_parallel: int, rollout: RolloutPlan
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
-def stage_parameters(config: ModelConfig, sizes: ParallelSizes) -> list[tuple[int, int]]:
+@functools.cache
+def stage_parameters(config: ModelConfig, sizes: ParallelSizes) -> tuple[tuple[int, int], ...]:
     """Parameters on one card of each pipeline stage: (dense and shared, routed experts)."""
     sizes.check(config)
     # One dense and one MoE layer stand for all of their kind: the whole model has tens of thousands of tensors.
@@ -273,7 +275,7 @@ def stage_parameters(config: ModelConfig, sizes: ParallelSizes) -> list[tuple[in
         counts[pipeline][parameter.expert is not None] += (
             elements if parameter.split is Split.REPLICATED else elements // size
         )
-    return [(dense, routed) for dense, routed in counts]
+    return tuple((dense, routed) for dense, routed in counts)
 
 
 def estimate(
@@ -291,14 +293,26 @@ def estimate(
     Raises:
         InputError: sizes that do not fit the model.
     """
+    counts = stage_parameters(config, training.sizes)
+
+    def stages_of(training: TrainingPlan, rollout: RolloutPlan, engine: RolloutMemory) -> tuple[StageMemory, ...]:
+        buffers = hccl_bytes(communicators(training.sizes, training.data_parallel, rollout), buffer_mb=buffer_mb)
+        return tuple(
+            _stage(config, training, number, of_stage, engine, buffers) for number, of_stage in enumerate(counts)
+        )
+
     engine = rollout_memory(config, rollout)
-    communication = hccl_bytes(communicators(training.sizes, training.data_parallel, rollout), buffer_mb=buffer_mb)
-    stages = tuple(
-        _stage(config, training, number, counts, engine, communication)
-        for number, counts in enumerate(stage_parameters(config, training.sizes))
-    )
+    stages = stages_of(training, rollout, engine)
+
+    def needs(phase: str, training: TrainingPlan = training, rollout: RolloutPlan = rollout) -> int:
+        memory = rollout_memory(config, rollout) if phase == "rollout" else engine
+        return max(stage.phases.get(phase, 0) for stage in stages_of(training, rollout, memory))
+
     return Estimate(
-        stages=stages, rollout=engine, card_bytes=card_bytes, advice=_advice(config, training, stages, card_bytes)
+        stages=stages,
+        rollout=engine,
+        card_bytes=card_bytes,
+        advice=_advice(config, training, rollout, stages, card_bytes, needs),
     )
 
 
@@ -431,8 +445,14 @@ def _scores(config: ModelConfig, plan: TrainingPlan) -> float:
 
 
 def _advice(
-    config: ModelConfig, plan: TrainingPlan, stages: tuple[StageMemory, ...], card_bytes: int
+    config: ModelConfig,
+    plan: TrainingPlan,
+    rollout: RolloutPlan,
+    stages: tuple[StageMemory, ...],
+    card_bytes: int,
+    needs: Callable[..., int],
 ) -> tuple[str, ...]:
+    """What does not fit, by phase, and what would: the tokens of a micro batch, and the first change that is enough."""
     said = []
     for phase in PHASES:
         held, worst = max(((stage.phases.get(phase, 0), stage) for stage in stages), key=lambda pair: pair[0])
@@ -440,19 +460,63 @@ def _advice(
             continue
         line = f"{phase}: stage {worst.stage} needs {held / GB:.1f} GB of {card_bytes / GB:.0f}"
         if phase == "rollout":
-            said.append(f"{line}; fewer sequences alive at once, or more expert parallel ranks")
+            said.append(f"{line}; {_rollout_that_fits(config, plan, rollout, card_bytes, needs)}")
             continue
         # What is not held whatever the batch is.
         fixed = worst.communication + (worst.reference if phase == "ref_log_prob" else worst.weights + worst.optimizer)
         moving = held - fixed - (worst.gradients if phase == "update_actor" else 0)
         still = held - moving
         tokens = plan.micro_batch * plan.sequence_length
+        changes = next(
+            (flags for flags, other in _cheaper(plan) if needs(phase, training=other) <= card_bytes),
+            "more pipeline, tensor or expert parallel ranks",
+        )
         if still >= card_bytes:
-            said.append(f"{line}; what does not depend on the batch alone is {still / GB:.1f} GB")
+            line += f"; what does not depend on the batch alone is {still / GB:.1f} GB"
         elif moving:
             fitting = int(tokens * (card_bytes - still) / moving)
-            said.append(f"{line}; {fitting} tokens in a micro batch would fit (it has {tokens})")
+            line += f"; {fitting} tokens in a micro batch would fit (it has {tokens})"
+        said.append(f"{line}; {changes} would fit" if changes.startswith("--") else f"{line}; it takes {changes}")
     return tuple(said)
+
+
+def _cheaper(plan: TrainingPlan) -> Iterator[tuple[str, TrainingPlan]]:
+    """Plans that need less on a card, with the options that ask for them: time first, the host, then more cards."""
+    recompute = [("", {})]
+    if not plan.fused_attention and plan.recompute == "none":
+        recompute.append(("--recompute selective", {"recompute": "selective"}))
+    if plan.recompute != "full":
+        recompute.append(("--recompute full", {"recompute": "full"}))
+    offload = [("", {})] + ([] if plan.optimizer_offload else [("--optimizer-offload", {"optimizer_offload": True})])
+    for times in (1, 2, 4, 8):
+        cards = plan.data_parallel * times
+        more = (f"--dp {cards}", {"data_parallel": cards}) if times > 1 else ("", {})
+        for host in offload:
+            for kept in recompute:
+                flags = " ".join(part for part, _ in (kept, host, more) if part)
+                if flags:
+                    yield flags, dataclasses.replace(plan, **kept[1], **host[1], **more[1])
+
+
+def _rollout_that_fits(
+    config: ModelConfig, plan: TrainingPlan, rollout: RolloutPlan, card_bytes: int, needs: Callable[..., int]
+) -> str:
+    """Fewer rows alive at once where one would fit, else the fewest expert parallel ranks with which all would."""
+    if needs("rollout", rollout=dataclasses.replace(rollout, sequences=1)) <= card_bytes:
+        fits, too_many = 1, rollout.sequences
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if needs("rollout", rollout=dataclasses.replace(rollout, sequences=middle)) <= card_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return f"--sequences {fits} would fit (it has {rollout.sequences})"
+    ranks = rollout.expert_parallel
+    while ranks * 2 <= (config.n_routed_experts or 0) and config.n_routed_experts % (ranks * 2) == 0:
+        ranks *= 2
+        if needs("rollout", rollout=dataclasses.replace(rollout, expert_parallel=ranks)) <= card_bytes:
+            return f"--rollout-ep {ranks} would fit"
+    return "it takes more tensor parallel ranks" + ("" if plan.offloaded else ", or the policy on the host")
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -143,6 +143,59 @@ def test_more_than_the_card_holds_is_said_with_what_would_fit():
     assert worst <= refitted.card_bytes * 1.01
 
 
+FIELD = ("memory", "estimate", "deepseek-v3-671b", "--tp", "8", "--pp", "16", "--ep", "16", "--etp", "1",
+         "--first-pp", "3", "--last-pp", "2", "--dp", "2")  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "phase", "fits"), [
+    ((), "rollout", "--rollout-ep 32"),
+    (("--rollout-ep", "64"), "update_actor", "--recompute full"),
+    (("--rollout-ep", "64", "--sequences", "6000"), "rollout", "--sequences 134"),
+    (("--rollout-ep", "64", "--recompute", "full", "--card-gb", "30"), "old_log_prob", "--optimizer-offload"),
+    (("--rollout-ep", "64", "--unfused-attention", "--sequence", "16384"), "update_actor",
+     "--recompute full --optimizer-offload"),
+    (("--rollout-ep", "64", "--recompute", "full", "--optimizer-offload", "--card-gb", "8"), "update_actor", ""),
+])  # fmt: skip
+def test_what_would_fit_is_printed_and_fits(arguments, phase, fits):
+    """The first change that is enough, by the options of this command: with them the phase is no longer named."""
+
+    def told(*more: str) -> list[str]:
+        shown = CliRunner().invoke(app, [*FIELD, *arguments, *more])
+        assert shown.exit_code in (0, 1), shown.output
+        return [line for line in shown.stdout.splitlines() if line.startswith(f"{phase}: stage ")]
+
+    (line,) = told()
+    if not fits:
+        assert line.endswith("; it takes more pipeline, tensor or expert parallel ranks")
+        assert told("--dp", "16")
+        return
+    assert f"; {fits} would fit" in line
+    assert not told(*fits.split())
+
+
+def test_one_row_more_than_would_fit_does_not():
+    plan = TrainingPlan(sizes=SIZES, data_parallel=2, recompute="full")
+    rollout = RolloutPlan(tensor_parallel=8, expert_parallel=64, sequences=6000)
+    (line,) = estimate(V3, plan, rollout).advice
+    rows = int(line.partition("--sequences ")[2].split()[0])
+    assert estimate(V3, plan, dataclasses.replace(rollout, sequences=rows)).advice == ()
+    assert estimate(V3, plan, dataclasses.replace(rollout, sequences=rows + 1)).advice
+
+
+def test_the_layout_of_the_table_is_3_and_14_times_4_and_2():
+    stages = estimate(V3, TrainingPlan(sizes=SIZES, data_parallel=2), RolloutPlan(tensor_parallel=8)).stages
+    assert [stage.layers for stage in stages] == [(3, 0), *[(0, 4)] * 14, (0, 2)]
+
+
+def test_elements_per_token_are_the_published_sum():
+    """3h + q_lora + 3·kv_lora + rope + 2·n_h·q_head_dim + 2·n_h·v_head_dim (+ 3·ffn), with the numbers of the 671B."""
+    attention = 3 * 7168 + 1536 + 3 * 512 + 64 + 2 * 128 * (128 + 64) + 2 * 128 * 128
+    assert model.attention_elements(V3) == attention
+    assert model.dense_layer_bytes(V3, tokens=1, tensor_parallel=8) == (attention + 3 * 18432) * 2 / 8
+    routed, shared = (7 * 7168 + 3 * 2048) * 8, 3 * 2048
+    assert model.moe_layer_bytes(V3, tokens=1, tensor_parallel=8) == ((attention + routed) / 8 + shared) * 2
+
+
 def test_optimizer_states_are_shared_by_every_rank_that_holds_equal_weights():
     """Context parallel ranks are replicas, and experts have replicas of their own even without data parallelism."""
     config = preset("tiny-deepseek")
@@ -172,7 +225,8 @@ def test_the_command_prints_stages_and_exits_by_fit():
     arguments += ["--first-pp", "3", "--last-pp", "2", "--dp", "2", "--recompute", "full", "--rollout-ep", "64"]
     fits = CliRunner().invoke(app, arguments)
     assert fits.exit_code == 0, fits.output
-    assert "peak:" in fits.output and "update_actor on stage 1" in fits.output
+    assert "peak: 53.33 GB in update_actor on stage 1, of 64 GB" in fits.output
+    assert "it fits: 10.67 GB are left on the fullest card" in fits.output
     tight = CliRunner().invoke(app, [*arguments, "--card-gb", "20", "--json"])
     assert tight.exit_code == 1
     document = json.loads(tight.output)
