@@ -173,24 +173,30 @@ def _ranks(run: RunData, batch: BatchRecord, step: int) -> Iterator[FailureMode]
 
 
 def _imbalance(run: RunData) -> Iterator[FailureMode]:
-    """Tokens that the updates really gave each rank."""
+    """Tokens that the updates really gave each rank; of verl what it logs where it balances (``global_seqlen/…``)."""
     for step, by_rank in _updates(run):
         yield from _uneven(run, np.array([rank["tokens"] for rank in by_rank]), step)
+    for step in sorted(run.metrics):
+        most, mean = (run.metrics[step].get(f"global_seqlen/{name}") for name in ("balanced_max", "mean"))
+        if most is not None and mean is not None and most > IMBALANCE * mean:
+            yield _imbalanced("a rank", most, mean, step, balanced=True)
 
 
 def _uneven(run: RunData, tokens: np.ndarray, step: int) -> Iterator[FailureMode]:
-    if tokens.max() > IMBALANCE * tokens.mean():
-        balanced = run.config.get("trainer.balance_batch")
-        yield FailureMode(
-            name="rank token imbalance",
-            step=step,
-            evidence=f"rank {int(tokens.argmax())} has {int(tokens.max())} tokens, the mean is {tokens.mean():.0f}; "
-            + (
-                "trainer.balance_batch is on: a few long samples outweigh the others"
-                if balanced
-                else "trainer.balance_batch=true shares them out by length"
-            ),
-        )
+    most, mean = int(tokens.max()), float(tokens.mean())
+    if most > IMBALANCE * mean:
+        balanced = bool(run.config.get("trainer.balance_batch"))
+        yield _imbalanced(f"rank {int(tokens.argmax())}", most, mean, step, balanced=balanced)
+
+
+def _imbalanced(rank: str, most: float, mean: float, step: int, *, balanced: bool) -> FailureMode:
+    hint = (
+        "trainer.balance_batch is on: a few long samples outweigh the others"
+        if balanced
+        else "trainer.balance_batch=true shares them out by length"
+    )
+    text = f"{rank} has {most:.0f} tokens, the mean is {mean:.0f}; {hint}"
+    return FailureMode(name="rank token imbalance", step=step, evidence=text)
 
 
 def _updates(run: RunData) -> Iterator[tuple[int, Sequence[Mapping[str, int]]]]:

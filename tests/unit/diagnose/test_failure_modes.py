@@ -239,6 +239,22 @@ def test_what_the_ranks_really_had_decides(tmp_path, balanced, hint):
     assert find_failure_modes(even) == []
 
 
+def test_what_verl_logs_of_its_balanced_ranks_is_read(tmp_path):
+    """By the names that its ``log_seqlen_unbalance`` gives."""
+    config = {"trainer.n_gpus_per_node": 2, "trainer.balance_batch": True}
+
+    def verl(name, most):
+        logged = {"global_seqlen/max": 900.0, "global_seqlen/balanced_max": most, "global_seqlen/mean": 500.0}
+        return dataclasses.replace(a_run(tmp_path / name, config=config, metrics={7: logged}), engine="verl")
+
+    (mode,) = find_failure_modes(verl("uneven", 640.0))
+    assert (mode.name, mode.step) == ("rank token imbalance", 7)
+    assert mode.evidence == (
+        "a rank has 640 tokens, the mean is 500; trainer.balance_batch is on: a few long samples outweigh the others"
+    )
+    assert find_failure_modes(verl("even", 610.0)) == []
+
+
 def test_the_micro_batches_that_ran_decide_about_the_bubble(tmp_path):
     """The configuration asks for one micro batch; the record says how many there were."""
     stages = {"pipeline_stages": 4, "micro_batches": 6}
