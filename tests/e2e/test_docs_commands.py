@@ -99,7 +99,17 @@ GIVEN = {
             alignment dapo --executor inprocess {STEPS} ascend_precision_collector=gpu.yaml
         """,
     ),
-    "docs/how-to/your-own-verl-run.md": Given(words={"CHECKPOINT": CHECKPOINT}),
+    "docs/how-to/your-own-verl-run.md": Given(
+        words={"CHECKPOINT": CHECKPOINT},
+        before="""
+            for run in gpu npu; do
+              mkdir $run-run
+              for step in 1 2; do
+                printf '{"step": %d, "data": {"actor/lr": 0.1, "critic/score/mean": -0.5, "timing_s/gen": 3}}\\n' $step
+              done > $run-run/log.jsonl
+            done
+        """,
+    ),
     "docs/report.md": Given(before=f"{SHORT_RUN} runs/gpu; cp -r runs/gpu runs/npu"),
     "docs/verl.md": Given(words={"FOLDER": "runs/a/verl"}),
 }
@@ -123,6 +133,10 @@ def smaller(text: str) -> str:
             text = re.sub(r"^alignment (\w+)", rf"alignment \1 {STEPS}", text)
         if own and "--executor" not in text and "n_gpus_per_node" not in text:
             text = re.sub(r"^alignment (\w+)", r"alignment \1 --executor inprocess", text)
+    if text.startswith("alignment run --fault"):
+        text = text.replace("alignment run", "alignment run --only layer --subject torch", 1)
+    if text.startswith("alignment stress --minutes"):
+        text = re.sub(r"--minutes \d+", "--minutes 0.05", text)
     if text.startswith("alignment replay") and "--perturbations" not in text:
         text = text.replace("alignment replay", "alignment replay --perturbations 1", 1)
     if text.startswith("alignment compare-engines") and "--engine" not in text:
