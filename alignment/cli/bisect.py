@@ -102,17 +102,19 @@ def run(
                 print("\n".join(plan.lines()))
             raise typer.Exit(ALIGNED)
         from alignment.bisect.frozen_suite import ROOT
+        from alignment.report.progress import tasks
 
         directory = state or Path("runs") / f"bisect-{settings.digest[:8]}"
         say(console, f"state: {directory}; killed or interrupted, go on with: alignment bisect run --state {directory}")
-        answer = carry_out(
-            directory,
-            settings,
-            cache=cache.expanduser(),
-            suite_source=suite or ROOT,
-            ray_address=ray,
-            say=lambda line: say(console, line),
-        )
+        with tasks(console, "bisect", quiet=as_json) as progress:
+
+            def tell(line: str) -> None:
+                say(console, line)
+                progress(line)
+
+            answer = carry_out(
+                directory, settings, cache=cache.expanduser(), suite_source=suite or ROOT, ray_address=ray, say=tell
+            )
     except BisectError as error:
         _fail(error, int(error.ending), as_json)
     except KeyboardInterrupt:
@@ -326,10 +328,11 @@ def probe_here(
     from alignment.bisect.probe import exit_code, parse_probe
     from alignment.bisect.providers.base import Environment
     from alignment.bisect.stack import Stack
+    from alignment.report.progress import waiting
 
     asked = parse_probe(probe, suite=ROOT, timeout=timeout, check=check)
     here = Environment(stack=Stack(pins={}), python=sys.executable)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, waiting(console_on(True), f"probing {probe}", quiet=as_json):
         for _ in range(retries + 1):
             # A shell probe belongs to the tree it is called in, a test to the suite.
             suite = Path.cwd() if asked.kind == "shell" else ROOT

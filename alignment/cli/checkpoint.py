@@ -26,7 +26,7 @@ def convert_fp8(source: SourceArgument, target: TargetArgument, as_json: JsonOpt
     from alignment.report.progress import byte_progress
     from alignment.weights.fp8 import convert_fp8_checkpoint
 
-    with byte_progress(console_on(as_json), quiet=as_json) as progress:
+    with byte_progress(console_on(True), quiet=as_json) as progress:
         done = convert_fp8_checkpoint(source, target, progress=progress)
     print(
         json.dumps(asdict(done)) if as_json else f"{target}: {done.dequantized} tensors converted, {done.copied} copied"
@@ -46,8 +46,10 @@ def examine(
     from dataclasses import asdict
 
     from alignment.diagnose.resume_doctor import examine_checkpoint
+    from alignment.report.progress import waiting
 
-    symptoms = examine_checkpoint(path, ranks=ranks)
+    with waiting(console_on(True), f"examining {path}", quiet=as_json):
+        symptoms = examine_checkpoint(path, ranks=ranks)
     if as_json:
         print(json.dumps({"symptoms": [asdict(symptom) for symptom in symptoms]}, indent=1))
     else:
@@ -94,13 +96,15 @@ def cut(
     as_json: JsonOption = False,
 ) -> None:
     """A small real checkpoint from a large one: the field's way from 671B to one machine."""
+    from alignment.report.progress import byte_progress
     from alignment.weights.cut import cut_checkpoint
 
     try:
         kept = [int(part) for part in layers.split(",")]
     except ValueError:
         raise InputError("layers are numbers", where="--layers", expected="0,3,60", found=layers) from None
-    cut_checkpoint(source, target, layers=kept, keep_mtp=keep_mtp)
+    with byte_progress(console_on(True), quiet=as_json) as progress:
+        cut_checkpoint(source, target, layers=kept, keep_mtp=keep_mtp, progress=progress)
     if as_json:
         print(json.dumps({"target": str(target), "source": str(source), "layers": kept, "keep_mtp": keep_mtp}))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -100,7 +101,7 @@ def ablate(
                 settings,
                 run_dir=folder(setting, seed),
                 device=torch_name(chosen),
-                progress=_OneOfMany(progress, name),
+                progress=_Told(progress.note, name),
                 executor=_executor(settings, apart=apart),
             )
         progress.advance(f"{name}: done")
@@ -161,6 +162,7 @@ def replay(
     from alignment.baseline.runs import torch_name
     from alignment.diagnose.long_replay import BAR, long_replay
     from alignment.faults.injection import active
+    from alignment.report.progress import tasks
     from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
     from alignment.rl.run import read_run, run_dapo
@@ -173,12 +175,13 @@ def replay(
     ]
     settings = load_config(config, common)
     chosen = find_device(device, emulate_npu)
-    directory, console = run_dir or new_run_directory(RUNS), console_on(True)
-    with one_thread(), console.status("recording") as status:
+    directory = run_dir or new_run_directory(RUNS)
+    with one_thread(), tasks(console_on(True), "replay", quiet=as_json) as progress:
         if record is None:
             record = directory / "record"
             recording = load_config(config, [*common, "actor_rollout_ref.rollout.skip.enable=true"])
-            run_dapo(recording, run_dir=record, device="cpu", executor=_executor(recording))
+            told = _Told(progress, "recording")
+            run_dapo(recording, run_dir=record, device="cpu", executor=_executor(recording), progress=told)
         reference = read_run(record).metrics
         with active(fault or []):
             found = long_replay(
@@ -190,7 +193,7 @@ def replay(
                 device=torch_name(chosen),
                 perturbations=range(1, perturbations + 1),
                 executor=_executor(settings),
-                progress=status.update,
+                progress=progress,
             )
     if as_json:
         print(json.dumps(finite({"device": chosen.label, **found.to_dict()}), indent=1))
@@ -214,14 +217,14 @@ def replay(
     raise typer.Exit(found.exit_code)
 
 
-class _OneOfMany:
-    """Progress of one run among many, by its name."""
+class _Told:
+    """Progress of one run as lines."""
 
-    def __init__(self, progress, name: str) -> None:
-        self._progress, self._name = progress, name
+    def __init__(self, tell: Callable[[str], None], name: str) -> None:
+        self._tell, self._name = tell, name
 
     def on_stage(self, step: int, total_steps: int, stage: str) -> None:
-        self._progress.on_stage(step, total_steps, f"{self._name}: step {step} of {total_steps}, {stage}")
+        self._tell(f"{self._name}: step {step} of {total_steps}, {stage}")
 
     def on_step(self, step: int, total_steps: int, metrics, timings) -> None:
         """The stages have said it."""

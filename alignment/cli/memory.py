@@ -163,12 +163,13 @@ def profile_memory(
     import torch
 
     from alignment.diagnose.memory_profile import profile_step
+    from alignment.report.progress import tasks
 
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise InputError("unknown dtype", where="--dtype", expected=", ".join(dtypes), found=dtype)
-    chosen, console = find_device(device, emulate_npu), console_on(as_json)
-    with one_thread(), console.status("weights") as status:
+    chosen, console = find_device(device, emulate_npu), console_on(False)
+    with one_thread(), tasks(console_on(True), "measuring", quiet=as_json) as progress:
         phases = profile_step(
             _config_of(model),
             device=chosen,
@@ -176,7 +177,7 @@ def profile_memory(
             rows=rows,
             prompt_length=prompt_length,
             response_length=response_length,
-            progress=status.update,
+            progress=progress,
         )
     if as_json:
         print(json.dumps({"device": chosen.label, "phases": [p.to_dict() for p in phases]}, indent=1))

@@ -39,10 +39,14 @@ class SuiteProgress:
         elif self._console is not None and time.monotonic() - self._last_line > QUIET_SECONDS:
             self._line(f"{self._part}: {note}")
 
+    def note(self, text: str) -> None:
+        """What of the part is in work."""
+        if self._bars is not None and self._task is not None:
+            self._bars.update(self._task, note=text)
+
     def on_stage(self, step: int, total_steps: int, stage: str) -> None:
         """A stage of a training step begins."""
-        if self._bars is not None and self._task is not None:
-            self._bars.update(self._task, note=stage)
+        self.note(stage)
 
     def on_step(self, step: int, total_steps: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """A training step has ended."""

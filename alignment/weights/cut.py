@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from alignment.errors import InputError
 from alignment.files import read_json
@@ -43,6 +43,7 @@ def cut_checkpoint(
     layers: Sequence[int],
     keep_mtp: bool = False,
     max_shard_bytes: int = 5_000_000_000,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Cut:
     """Writes a checkpoint of the given decoder layers of ``src``, in that order, with all that is outside of layers.
 
@@ -56,6 +57,7 @@ def cut_checkpoint(
         layers: numbers from 0; each at most once.
         keep_mtp: keep the multi-token-prediction layers.
         max_shard_bytes: size at which a new file begins.
+        progress: told the tensor that is done, the bytes so far and the bytes in all.
 
     Raises:
         InputError: a layer the checkpoint does not have or that is named twice, a dense layer after an MoE layer (which
@@ -82,12 +84,19 @@ def cut_checkpoint(
         room = shutil.disk_usage(beside).free
         if room < total:
             raise InputError("the disk has too little room", where=dst, expected=f"{total} bytes", found=room)
-        buffer = memoryview(bytearray(8 << 20))
+        buffer, done = memoryview(bytearray(8 << 20)), 0
+
+        def copy(tensor: StoredTensor, out: BinaryIO) -> None:
+            nonlocal done
+            copy_bytes(renamed[tensor.name], out, buffer)
+            done += tensor.nbytes
+            progress(tensor.name, done, total)
+
         for file, names in shards.items():
             plan = plan_file(
                 beside / file, [(n, renamed[n].dtype, renamed[n].shape) for n in names], metadata={"format": "pt"}
             )
-            write_file(beside / file, plan, lambda tensor, out: copy_bytes(renamed[tensor.name], out, buffer))
+            write_file(beside / file, plan, copy)
         if list(shards) != [SINGLE_FILE]:
             weight_map = {name: file for file, names in shards.items() for name in names}
             _write_json(beside / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})

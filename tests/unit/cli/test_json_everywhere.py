@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Iterator
 from datetime import date, timedelta
 
@@ -97,14 +96,9 @@ def test_a_baseline_is_shown_as_the_same_document_either_way():
 
 
 def test_a_distributed_checkpoint_says_who_wrote_it(tmp_path, monkeypatch):
-    from alignment.backends import megatron_dist_checkpoint
-    from alignment.backends.megatron_training import MegatronTrainingEngine
-    from alignment.rl import mock_rollout
+    from alignment.rl import megatron_policy
 
-    engine = types.SimpleNamespace(version="0.0.0")
-    monkeypatch.setattr(MegatronTrainingEngine, "from_checkpoint", lambda *given, **options: engine)
-    monkeypatch.setattr(megatron_dist_checkpoint, "write", lambda *given, **options: None)
-    monkeypatch.setattr(mock_rollout, "hash_checkpoint", lambda source: "hash")
+    monkeypatch.setattr(megatron_policy, "write_dist_checkpoint", lambda *given, **options: "0.0.0")
     source, target = str(tmp_path / "hf"), str(tmp_path / "dist")
     document = told("checkpoint", "to-dist", source, target, "--dtype", "bfloat16")
     assert document == {"target": target, "source": source, "dtype": "bfloat16", "megatron_core": "0.0.0"}
