@@ -65,6 +65,17 @@ def read_text(path: Path) -> str:
         raise InputError(f"the file cannot be read ({error})", where=path) from None
 
 
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text, by libyaml where PyYAML has it: its parser in Python takes the square of the nesting.
+
+    Raises:
+        ValueError, RecursionError, yaml.YAMLError: of the syntax, of a date, of the nesting.
+    """
+    import yaml
+
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def read_json(path: Path) -> Any:
     """The value stored at ``path``.
 

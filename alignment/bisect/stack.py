@@ -15,7 +15,7 @@ from typing import Any, Literal
 from alignment.bisect.components import Component, define_components, find_component, rank
 from alignment.bisect.keys import only_known
 from alignment.errors import InputError
-from alignment.files import read_text, write_atomically
+from alignment.files import parse_yaml, read_text, write_atomically
 
 SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent / "data" / "stacks"
@@ -266,7 +266,7 @@ def read_mapping(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # of a date, of the nesting
         raise InputError(f"not YAML ({' '.join(str(error).split())})", where=path) from None
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alignment.errors import InputError
+from alignment.files import parse_yaml
 
 KEY = "precision_collector"
 CYCLE = -1
@@ -191,7 +192,7 @@ def load_collector_config(path: str | Path) -> CollectorConfig:
 
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"the file of the precision collector cannot be read ({error.strerror})", where=path,

@@ -22,6 +22,15 @@ from alignment.weights.indexed_save import read_index
 MEGATRON, FSDP, GOLDEN = "megatron.json", "fsdp.json", "schedule.json"
 _STEP = "global_step_"
 _POLICY = "actor_rollout_ref.actor."
+_SECTIONS = ("config", "layout", "data")
+_COUNTS = frozenset(
+    {
+        "step", "world_size", "trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size",
+        f"{_POLICY}ppo_mini_batch_size", "critic.ppo_mini_batch_size", f"{_POLICY}ppo_epochs", "critic.ppo_epochs",
+        "gkd.steps_per_generation",
+    }
+)  # fmt: skip
+_MOST = 2**20
 _GENERATORS = frozenset({"python", "numpy", "torch"})
 _UNTRAINED = ("e_score_correction_bias",)
 """Steered by the load of the experts, not by a gradient: it has no moments."""
@@ -77,7 +86,7 @@ def _distributed(path: Path) -> Iterator[Symptom]:
     """
     if not (path / MARK).is_file():
         check_distributed(path, {})
-    mark = read_json(path / MARK)
+    mark = _document(path / MARK)
     try:
         check_distributed(path, mark.get("config") or {})
     except InputError as damage:
@@ -111,7 +120,7 @@ def _root(path: Path, ranks: int | None) -> Iterator[Symptom]:
 
 
 def _run_checkpoint(path: Path, ranks: int | None) -> Iterator[Symptom]:
-    state = read_json(path / STATE)
+    state = _document(path / STATE)
     step = int(path.name.removeprefix(_STEP)) if path.name.startswith(_STEP) else state.get("step")
     if state.get("step") != step:
         yield Symptom(
@@ -156,14 +165,14 @@ def _layout(folder: Path, config: Mapping[str, Any]) -> Iterator[Symptom]:
     """The layout of the optimizer state against the run's: equally many ranks may hold other parts of it."""
     expected: dict[str, Any] = {}
     if (folder / MEGATRON).is_file():
-        what, layout = MEGATRON, read_json(folder / MEGATRON)
+        what, layout = MEGATRON, _document(folder / MEGATRON)
         prefix = f"{_POLICY}megatron."
         for key, value in config.items():
             name = key.removeprefix(prefix).removeprefix("override_transformer_config.")
             if key.startswith(prefix) and name in layout:
                 expected[name] = value
     elif (folder / FSDP).is_file():
-        what, layout = FSDP, read_json(folder / FSDP).get("layout") or {}
+        what, layout = FSDP, _document(folder / FSDP).get("layout") or {}
         expected["model"] = config.get(f"{_POLICY}fsdp_config.model")
     else:
         return
@@ -211,10 +220,10 @@ def _data(path: Path, state: Mapping[str, Any], step: int | None) -> Iterator[Sy
 def _engine(folder: Path, ranks: int, *, step: int | None, updates: int | None) -> Iterator[Symptom]:
     weights = folder / "model" if (folder / MEGATRON).is_file() else folder
     if (folder / MEGATRON).is_file():
-        layout, pattern, what = read_json(folder / MEGATRON), "optimizer_rank_{}.safetensors", MEGATRON
+        layout, pattern, what = _document(folder / MEGATRON), "optimizer_rank_{}.safetensors", MEGATRON
         size = layout.get("world_size")
     elif (folder / FSDP).is_file():
-        layout, pattern, what = read_json(folder / FSDP), "shard_rank_{}.safetensors", FSDP
+        layout, pattern, what = _document(folder / FSDP), "shard_rank_{}.safetensors", FSDP
         size = (layout.get("layout") or {}).get("world_size")
     else:
         layout, pattern, what = {}, "optimizer.safetensors", GOLDEN
@@ -224,7 +233,7 @@ def _engine(folder: Path, ranks: int, *, step: int | None, updates: int | None) 
                 where=str(folder / GOLDEN), problem="the schedule is missing: the learning rate would start anew"
             )
         else:
-            layout = read_json(folder / GOLDEN)
+            layout = _document(folder / GOLDEN)
     if what != GOLDEN and size != ranks:
         yield Symptom(
             where=f"{folder / what}: world_size",
@@ -318,7 +327,7 @@ def _weights(folder: Path) -> Iterator[Symptom]:
             yield from damage
             return
     index = read_index(folder)
-    shapes = expected_shapes(config)
+    shapes = expected_shapes(config, where=folder / "config.json")
     held: dict[str, set[str]] = {}
     for name in sorted(set(index.values())):
         file = folder / name
@@ -374,6 +383,26 @@ def _shapes(
                         found=str(list(found)),
                     )
                     return
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """The JSON object at ``path``, whose sections are objects and whose counts are numbers.
+
+    Raises:
+        InputError: it is not so.
+    """
+    found = read_json(path)
+    for name, section in (("", found), *((n, found.get(n)) for n in _SECTIONS if isinstance(found, dict))):
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            place = f"{path}: {name}" if name else path
+            raise InputError("a JSON object is expected", where=place, found=repr(section)[:80])
+        for key in _COUNTS & section.keys():
+            value = section[key]
+            if value is not None and not (type(value) is int and 0 <= value <= _MOST):
+                raise InputError("a count is expected", where=f"{path}: {key}", found=repr(value)[:80])
+    return found
 
 
 def _is_file(path: Path) -> bool:

@@ -257,12 +257,13 @@ def _refuse_other_architecture(hf: Mapping[str, Any], where: object) -> None:
             found=repr(hf["model_type"]),
         )
     architectures = hf.get("architectures") or [ARCHITECTURE]
-    if not {ARCHITECTURE, VALUE_ARCHITECTURE} & set(architectures):
+    named = set(map(str, architectures)) if isinstance(architectures, (list, tuple)) else {str(architectures)}
+    if not {ARCHITECTURE, VALUE_ARCHITECTURE} & named:
         raise InputError(
             "the configuration is of another architecture",
             where=where,
             expected=ARCHITECTURE,
-            found=", ".join(architectures),
+            found=", ".join(sorted(named)),
         )
     for name, only in _FIXED.items():
         if hf.get(name, only) is not None and hf.get(name, only) != only:

@@ -116,7 +116,8 @@ def _numbers(measure: dict) -> dict:
     spelled = [key for key in ("value", "bound") if isinstance(measure.get(key), str)]
     read = {**measure, **{key: float(measure[key]) for key in spelled}}
     for key in ("value", "bound"):
-        if isinstance(read.get(key), bool) or not isinstance(read.get(key), (int, float, type(None))):
+        number = read.get(key)
+        if isinstance(number, bool) or not (isinstance(number, (int, float)) or (key == "bound" and number is None)):
             raise TypeError(f"the {key} of a measure is no number")
     return read
 

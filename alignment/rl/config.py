@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, Union
 
 from alignment.errors import InputError, UnavailableError
+from alignment.files import parse_yaml
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -726,10 +727,10 @@ def _read_yaml(source: str | Path, root: type[RunConfig]) -> Mapping[str, Any]:
                 next_step=f"did you mean {near[0]}?" if near else None,
             )
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"the configuration cannot be read ({error.strerror})", where=path) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"the configuration is not YAML ({error})", where=path) from None
     if tree is not None and not isinstance(tree, Mapping):
         raise InputError("a configuration is a mapping", where=path, found=type(tree).__name__)

@@ -245,7 +245,9 @@ def from_parquet(
                 prompt_id=str(extra.get("prompt_id") or f"{source}-{index}"),
                 token_ids=tuple(token_ids),
                 data_source=source,
-                ground_truth=_text(_field(row["reward_model"], "ground_truth", f"{where}, reward_model")),
+                ground_truth=_text(
+                    _field(row["reward_model"], "ground_truth", f"{where}, reward_model"), f"{where}, reward_model"
+                ),
                 metadata=extra.get("metadata") or "",
             )
         )
@@ -409,17 +411,18 @@ def _parquet_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, Any]]:
     arrow, parquet = _pyarrow()
     try:
         table = parquet.read_table(path)
+        present = table.column_names
     except FileNotFoundError:
         raise InputError("the file does not exist", where=path) from None
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"the file is not readable as parquet ({error})", where=path) from None
     for name in columns:
-        if name not in table.column_names:
+        if name not in present:
             raise InputError(
                 "the data lacks a column",
                 where=path,
                 expected=name,
-                found=", ".join(table.column_names) or "no columns",
+                found=", ".join(present) or "no columns",
                 next_step="the format is verl's: prompt, data_source, reward_model.ground_truth, extra_info.index",
             )
     try:
@@ -453,8 +456,11 @@ def _field(value: Any, name: str, where: str) -> Any:
     return value[name]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def _text(value: Any, where: str) -> str:
+    try:
+        return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the answer has no form as text ({error})", where=f"{where}, ground_truth") from None
 
 
 def _truncate(token_ids: list[int], limit: int, truncation: str, where: str) -> list[int]:

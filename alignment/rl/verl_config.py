@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import InputError
+from alignment.files import parse_yaml
 from alignment.rl.config import TrainConfig, flatten
 
 REWARD_FUNCTION = Path(__file__).with_name("verl_reward.py")
@@ -224,10 +225,10 @@ def read_verl_yaml(path: Path) -> Settings:
     import yaml
 
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        tree = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"the configuration cannot be read ({error.strerror})", where=path) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"the configuration is not YAML ({error})", where=path) from None
     if not isinstance(tree, Mapping):
         raise InputError("a configuration is a mapping", where=path, found=type(tree).__name__)

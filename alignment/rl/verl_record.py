@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import InputError
-from alignment.files import write_atomically, write_json
+from alignment.files import parse_yaml, write_atomically, write_json
 from alignment.numerics.curve_run import CurveStep
 from alignment.rl.batch_record import BATCHES, batch_path, read_batch
 from alignment.rl.config import TrainConfig, flatten
@@ -121,7 +121,9 @@ def our_names(data: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, floa
             continue
         if name.startswith("timing_s/"):
             stage = name.removeprefix("timing_s/")
-            if stage in STAGES:
+            if stage in STAGES and not math.isfinite(value):
+                not_finite.append(name)
+            elif stage in STAGES:
                 seconds[STAGES[stage]] = float(value)
         elif name.startswith(("timing_per_token_ms/", "perf/", "actor/perf/")):
             continue
@@ -338,7 +340,7 @@ def _resolved(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"the configuration is not YAML ({error})", where=path) from None
     if not isinstance(tree, dict):

@@ -44,9 +44,21 @@ def weights_hash(state: Mapping[str, Tensor]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def expected_shapes(config: ModelConfig, *, architecture: str = ARCHITECTURE) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a checkpoint of ``config``; a tied head is not stored."""
-    state = _MODELS[architecture](config, device="meta").state_dict()
+def expected_shapes(
+    config: ModelConfig, *, architecture: str = ARCHITECTURE, where: object = CONFIG_FILE
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in a checkpoint of ``config``; a tied head is not stored.
+
+    ``where`` is what an error names.
+
+    Raises:
+        InputError: sizes of which no tensor can be made.
+    """
+    try:
+        state = _MODELS[architecture](config, device="meta").state_dict()
+    except (RuntimeError, TypeError) as error:
+        told = str(error).partition("\n")[0]
+        raise InputError(f"no model has the sizes of the configuration ({told})", where=where) from None
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -382,7 +394,7 @@ def _open(path: Path) -> Iterator[safe_open]:
             yield file
     except FileNotFoundError:
         raise InputError("a file of the checkpoint is missing", where=path) from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, UnicodeEncodeError) as error:  # the last of a name in the index
         raise InputError("the file is damaged or is not a safetensors file", where=path, found=str(error)) from error
 
 

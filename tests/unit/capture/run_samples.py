@@ -285,7 +285,11 @@ def read_checkpoint(root: Path) -> None:
 
 def resumable(root: Path) -> Path:
     """A checkpoint of the golden engine, as a run saves it."""
-    write_json(root / "state.json", {"step": 1, "updates": {"actor": 2}, "world_size": 1})
+    config = {
+        "trainer.n_gpus_per_node": 1, "data.train_batch_size": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+        "actor_rollout_ref.model.dtype": "bfloat16",
+    }  # fmt: skip
+    write_json(root / "state.json", {"step": 1, "config": config})
     checkpoint(root / "actor")
     write_json(root / "actor" / "schedule.json", {"updates": 2})
     return root

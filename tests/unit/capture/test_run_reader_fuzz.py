@@ -148,7 +148,7 @@ FOUND = {
         "collector.yaml",
         b"step_end: 0",
         b'step_end: "\\ud800"',
-        "collector.yaml: precision_collector.",
+        "collector.yaml: ",
     ),
     "a range of the collector": (
         "precision collector settings",
@@ -220,6 +220,27 @@ FOUND = {
         DEEP,
         f"config.json: the file is not JSON; found {TOO_DEEP}",
     ),
+    "a model of no architecture": (
+        "checkpoint",
+        "config.json",
+        b'"architectures": [',
+        b'"architectures": [5], "architecture": [',
+        "config.json: the configuration is of another architecture; expected DeepseekV3ForCausalLM; found 5",
+    ),
+    "a state that is a text": (
+        "resume doctor",
+        "state.json",
+        None,
+        b'"x"',
+        "state.json: a JSON object is expected; found 'x'",
+    ),
+    "more ranks than there are": (
+        "resume doctor",
+        "state.json",
+        b'"trainer.n_gpus_per_node": 1',
+        b'"trainer.n_gpus_per_node": 99999999999',
+        "state.json: trainer.n_gpus_per_node: a count is expected; found 99999999999",
+    ),
     "an index whose files are lists": (
         "resume doctor",
         "actor/model.safetensors.index.json",
@@ -250,6 +271,22 @@ FOUND = {
     ),
 }
 """Damage that once was an exception of Python, or an error without a file: reader, file, what was there, what is."""
+
+
+CASES_FOUND = {
+    "checkpoint": (4091, 5374, 8939),
+    "night": (3553,),
+    "prompts and conversations": (6647, 9176),
+    "resume doctor": (2001, 4329, 15822, 19305),
+    "verl by its file logger": (3523, 3553),
+}
+"""Cases of the long run that once were an exception of Python."""
+
+
+@pytest.mark.parametrize("name", CASES_FOUND)
+def test_cases_of_the_long_run_that_once_failed(name, tmp_path):
+    make, read = READERS[name]
+    assert sum(survived(name, make(tmp_path / "clean"), read, CASES_FOUND[name])) == len(CASES_FOUND[name])
 
 
 @pytest.mark.parametrize("finding", FOUND)
