@@ -231,6 +231,30 @@ def test_determinism_is_a_factor_and_the_prompts_are_shared(tmp_path):
     assert not effect["decided"] and document["other_prompts"] == {}
 
 
+@pytest.mark.parametrize(("kind", "factor", "processes"), [
+    ("npu", "nondeterministic", "RayExecutor"), ("npu", "lr:actor_rollout_ref.actor.optim.lr=1e-3", "inprocess"),
+    ("cpu", "nondeterministic", "inprocess"),
+])  # fmt: skip
+def test_settings_with_and_without_determinism_take_processes_of_their_own(
+    tmp_path, monkeypatch, kind, factor, processes
+):
+    """Libraries of a device read some switches once, at its first use: a later setting would inherit them."""
+    from alignment.cli import experiments
+    from alignment.devices.base import Device
+    from alignment.rl import run
+
+    seen = []
+
+    def taken(settings, *, executor, **others):
+        seen.append(executor if isinstance(executor, str) else type(executor).__name__)
+        raise InputError("enough")
+
+    monkeypatch.setattr(experiments, "find_device", lambda name, emulate: Device(kind=kind, index=0))
+    monkeypatch.setattr(run, "run_dapo", taken)
+    CliRunner().invoke(app, ["ablate", "--factor", factor, "--run-dir", str(tmp_path / "run")])
+    assert seen == [processes]
+
+
 def test_other_prompts_are_seen(tmp_path):
     for name, ids in (("a", [["p", "q"], ["r", "s"]]), ("b", [["p", "q"], ["s", "r"]]), ("c", [["p", "q"]])):
         (tmp_path / name).mkdir()
