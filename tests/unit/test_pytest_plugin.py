@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import hypothesis  # noqa: F401
 import pytest
@@ -296,3 +297,17 @@ def test_what_a_mark_expression_asks_for(text, asks, needs):
     assert expression.impossible_without(["npu"]) is needs
     if text == "npu or gpu":
         assert expression.impossible_without(["npu", "gpu"])
+
+
+def test_a_listing_does_without_hypothesis_and_a_run_with_it(pytester):
+    """Hypothesis reads the constants of every module at the end of a collection, which a listing has no use for."""
+    root = Path(__file__).parents[2] / "conftest.py"
+    told = """
+def pytest_collection_finish(session):
+    print("hypothesis:", session.config.pluginmanager.hasplugin("hypothesispytest"))
+"""
+    pytester.makeconftest(root.read_text(encoding="utf-8") + told)
+    pytester.makepyfile("def test_one(): pass")
+    for options, there in ((("--collect-only",), False), ((), True)):
+        done = pytester.runpytest_subprocess("-s", *options)
+        assert done.ret == 0 and f"hypothesis: {there}" in done.stdout.str()
