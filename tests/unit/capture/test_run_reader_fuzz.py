@@ -15,6 +15,18 @@ FIELDS = ("run settings",)
 """Readers whose errors name the field, which may come from the file or from the command line."""
 
 
+NEEDS = {"verl by TensorBoard": "tensorboard", "tokenizer": "tokenizers", "prompts and conversations": "pyarrow"}
+"""Packages that write or read a sample, where that is not a package of every environment."""
+
+
+@pytest.fixture(autouse=True)
+def needed(request):
+    told = getattr(request.node, "callspec", None)
+    name = told.params.get("name") or FOUND.get(told.params.get("finding"), ("",))[0] if told else ""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files_of_a_run_are_read_or_refused(name, tmp_path):
     make, read = READERS[name]
