@@ -72,7 +72,7 @@ class RowColumns:
     parent: list[str] = field(default_factory=list)
     dtype: list[str] = field(default_factory=list)
     shape: list[tuple[int, ...]] = field(default_factory=list)
-    shard: list[tuple[int, int, int, int] | None] = field(default_factory=list)
+    shard: list[tuple[int, ...] | None] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     """Index into the key groups, −1 for none."""
     statistics: list[int] = field(default_factory=list)
@@ -535,9 +535,11 @@ class _Rows:
         return tuple(value)
 
     def _shard(self, value: Any, place: str) -> Shard:
-        if len(self._shape(value, place)) != 4:
-            raise self._damaged(place, "[dim, start, length, whole]", value)
-        return Shard(dim=value[0], start=value[1], length=value[2], whole=value[3])
+        numbers = self._shape(value, place)
+        if len(numbers) < 4 or len(numbers) % 2:
+            raise self._damaged(place, "[dim, start, length, whole] and then a start and a length of every run", value)
+        dim, start, length, whole, *rest = numbers
+        return Shard(dim=dim, start=start, length=length, whole=whole, runs=tuple(zip(rest[::2], rest[1::2])))
 
 
 def mapped(stored: StoredTensor) -> np.ndarray:

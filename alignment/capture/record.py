@@ -50,12 +50,41 @@ class Shard:
     Attributes:
         dim: the dimension that is cut, ≥ 0.
         start, length, whole: in elements along ``dim``.
+        runs: (start, length) of every piece, in the order the tensor holds them, where these are several: a part of the
+            gate beside one of the up projection, or two chunks of a sequence. ``start`` is the first one's and
+            ``length`` that of all of them then.
     """
 
     dim: int
     start: int
     length: int
     whole: int
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, dim: int, whole: int, runs: tuple[tuple[int, int], ...]) -> Shard:
+        """The shard that holds these pieces one after the other; those that follow on are one."""
+        joined: list[tuple[int, int]] = []
+        for start, length in runs:
+            if joined and sum(joined[-1]) == start:
+                start, length = joined[-1][0], joined.pop()[1] + length
+            joined.append((start, length))
+        total = sum(length for _, length in joined)
+        several = tuple(joined) if len(joined) > 1 else ()
+        return cls(dim=dim, start=joined[0][0], length=total, whole=whole, runs=several)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) of what it holds, in its own order."""
+        return self.runs or ((self.start, self.length),)
+
+    def cuts(self) -> list[tuple[int, int, int]]:
+        """(start in the tensor, start in the whole, length) of every piece."""
+        at, out = 0, []
+        for start, length in self.pieces:
+            out.append((at, start, length))
+            at += length
+        return out
 
 
 # Not frozen: freezing costs a fifth of reading a dump of many rows. Nobody changes a row all the same.

@@ -88,12 +88,13 @@ class Reducer:
         Args:
             place: of a shard in the whole; its sketch is taken there.
             by_sample: whether its leading dimensions may be samples and tokens.
-            shard: what ``place`` says, by dimension.
+            shard: what ``place`` says, by dimension; of several runs, instead of it.
         """
         samples = self.samples if by_sample else None
         key = None
         if self.deduplicate and not t.is_inference():
-            key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), place, id(samples))
+            at = shard if shard is not None and shard.runs else place
+            key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), at, id(samples))
             seen = self._seen.get(key)
             if seen is not None and seen[0].alive():
                 return seen[1]
@@ -163,11 +164,15 @@ class Reducer:
         first = self._sketch_count if self.sketch_size else -1
         if samples is not None and shard is None and on_cpu and self._spans_at_once(index, t, samples):
             return Reduced(index, first, OF_SAMPLES, stored)
-        parts = samples.parts(t, shard) if samples is not None else None
+        several = shard is not None and len(shard.runs) > 0
+        parts = samples.parts(t, shard) if samples is not None and not (several and self.each_sample) else None
         if parts is not None:
             reduce = self._parts_on_cpu if on_cpu else self._parts_on_accelerator
             reduce(index, parts)
             return Reduced(index, first, len(parts) if self.each_sample and self.sketch_size else OF_SAMPLES, stored)
+        if several:
+            self._in_runs(index, t, shard, on_cpu)
+            return Reduced(index, first, 0, stored)
         if not self.sketch_size:
             if not (on_cpu and self._at_once(index, t, sketch=False)):
                 self._whole(index, t, None, None, on_cpu)
@@ -237,6 +242,19 @@ class Reducer:
             if found is not None and _sure(found):
                 return (*found, 0, 0, t.numel())
         return self._in_pieces(_flat(t, ordered=False), None)
+
+    def _in_runs(self, index: int, t: Tensor, shard: Shard, on_cpu: bool) -> None:
+        """One sketch of all pieces, each at its place in the whole."""
+        parts = []
+        for at, start, length in shard.cuts():
+            piece = t.narrow(shard.dim, at, length)
+            place = Place.of(tuple(piece.shape), dim=shard.dim, start=start, whole=shard.whole)
+            parts.append(Part(t=piece, group=0, place=place))
+        each, self.each_sample = self.each_sample, False
+        try:
+            (self._parts_on_cpu if on_cpu else self._parts_on_accelerator)(index, parts)
+        finally:
+            self.each_sample = each
 
     def _parts_on_accelerator(self, index: int, parts: Sequence[Part]) -> None:
         flat = [part.t.reshape(-1) for part in parts]

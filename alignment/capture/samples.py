@@ -82,6 +82,8 @@ class Samples:
         at, groups = list(enumerate(self.bounds)), self.groups
         if shard is not None and shard.whole == s and shape[shard.dim] < s and shard.dim < 2:
             return self._pieces(t, shard)
+        if shard is not None and shard.dim < 2 and tuple(shape[:2]) == ((s, b), (b, s))[shard.dim]:
+            return None  # under context parallelism these are some of the tokens of samples that nobody knows here
         if shape[0] == b and shape[1] == s:
             if n > 2:
                 self._seen["tokens first"] = False
@@ -109,10 +111,13 @@ class Samples:
         dim = shard.dim - lost
         if dim < 0 or dim == 0 and lost == 0 or (shard.dim < 2 and n < 4):
             return None
-        return [
-            Part(t=view, group=g, place=Place.of(tuple(view.shape), dim=dim, start=shard.start, whole=shard.whole))
-            for view, g in zip(views, groups)
-        ]  # fmt: skip
+        parts = []
+        for view, group in zip(views, groups):
+            for at, start, length in shard.cuts():
+                piece = view.narrow(dim, at, length) if shard.runs else view
+                place = Place.of(tuple(piece.shape), dim=dim, start=start, whole=shard.whole)
+                parts.append(Part(t=piece, group=group, place=place))
+        return parts
 
     def spans(self, t: Tensor) -> list[tuple[int, int, int]] | None:
         """Where the real tokens of every sample lie in a contiguous tensor [samples, tokens, …]: first element, number
@@ -142,20 +147,21 @@ class Samples:
         return found
 
     def _pieces(self, t: Tensor, shard: Shard) -> list[Part] | None:
-        """Of tokens start … start + length of every sample."""
+        """Of tokens start … start + length of every sample, or of several such runs."""
         b = self.shape[0]
         if t.shape[1 - shard.dim] != b:
             return None
         parts = []
         for i, (low, high) in enumerate(self.bounds):
-            end = shard.start + shard.length
-            first = min(max(low, shard.start), end)
-            last = max(first, min(high, end))
-            cut = slice(first - shard.start, last - shard.start)
-            view = t[cut, i] if shard.dim == 0 else t[i, cut]
-            run, inner = view.numel(), t[0, 0].numel()
-            place = Place(start=(first - low) * inner, run=run, stride=max(run, 1), outer=1)
-            parts.append(Part(t=view, group=self.groups[i], place=place))
+            for at, start, length in shard.cuts():
+                end = start + length
+                first = min(max(low, start), end)
+                last = max(first, min(high, end))
+                cut = slice(at + first - start, at + last - start)
+                view = t[cut, i] if shard.dim == 0 else t[i, cut]
+                run, inner = view.numel(), t[0, 0].numel()
+                place = Place(start=(first - low) * inner, run=run, stride=max(run, 1), outer=1)
+                parts.append(Part(t=view, group=self.groups[i], place=place))
         return parts
 
 

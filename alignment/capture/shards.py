@@ -21,18 +21,18 @@ def parameter_shard(parameter: Tensor, module: nn.Module) -> Shard | None:
     if hasattr(parameter, "_local_tensor"):
         return _dtensor_shard(parameter)
     if getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) >= 0:
-        # Strided partitions (a fused gate and up projection) are several runs and no single shard.
-        if getattr(parameter, "partition_stride", 1) == 1:
-            return _tensor_parallel(parameter, parameter.partition_dim, expert=_of_expert(module))
-    return None
+        stride = getattr(parameter, "partition_stride", 1)
+        return _tensor_parallel(parameter, parameter.partition_dim, expert=_of_expert(module), stride=stride)
+    return _merged_outputs(module, parameter, 0) if parameter.dim() else None
 
 
 def activation_shard(module: nn.Module, path: str, t: Tensor, batch: tuple[int, int] | None = None) -> Shard | None:
     """The place of a module's input or output, or of its gradient.
 
     Known are DTensors and, at several tensor parallel ranks of megatron-core, the outputs of column parallel layers,
-    the inputs of row parallel ones, and the pieces of a sequence under sequence parallelism. With context parallelism
-    nothing is said: a rank holds two pieces there.
+    the inputs of row parallel ones, and the pieces of a sequence under sequence parallelism; the outputs of vLLM's
+    merged layers; and under context parallelism the two chunks of a sequence that a rank of megatron-core holds, of
+    tensors that are not cut by their features as well.
 
     Args:
         batch: (samples, tokens) of the micro batch that is running, by which a piece of a sequence is known.
@@ -40,26 +40,77 @@ def activation_shard(module: nn.Module, path: str, t: Tensor, batch: tuple[int, 
     if hasattr(t, "_local_tensor"):
         return _dtensor_shard(t)
     kind = type(module).__name__
-    if (
-        t.dim() >= 3
-        and batch is not None
-        and "megatron.core.parallel_state" in sys.modules
-        and _context_parallel() == 1
-    ):
-        piece = _tensor_parallel(t, 0)
-        if piece is not None and (t.shape[1], piece.whole) == batch:
-            return piece
-    if kind not in _COLUMN and kind not in _ROW or t.dim() < 2:
-        return None
-    if getattr(getattr(module, "weight", None), "partition_stride", 1) != 1:
-        # A rank holds its pieces of gate and up side by side, which is no single piece of the whole.
-        return None
-    sharded = (kind in _COLUMN and path in ("output", "output.0") and not getattr(module, "gather_output", False)) or (
-        kind in _ROW and path == "args.0" and getattr(module, "input_is_parallel", False)
+    if kind in _MERGED:
+        return _merged_outputs(module, t, t.dim() - 1) if path in ("output", "output.0") and t.dim() > 1 else None
+    sharded = t.dim() >= 2 and (
+        (kind in _COLUMN and path in ("output", "output.0") and not getattr(module, "gather_output", False))
+        or (kind in _ROW and path == "args.0" and getattr(module, "input_is_parallel", False))
     )
+    if batch is not None and "megatron.core.parallel_state" in sys.modules:
+        if _context_parallel() > 1:
+            cut_twice = sharded and _tensor_parallel(t, t.dim() - 1, expert=_of_expert(module)) is not None
+            return None if cut_twice else _sequence_chunks(t, batch)
+        if t.dim() >= 3:
+            piece = _tensor_parallel(t, 0)
+            if piece is not None and (t.shape[1], piece.whole) == batch:
+                return piece
     if not sharded or _context_parallel() > 1:
         return None
-    return _tensor_parallel(t, t.dim() - 1, expert=_of_expert(module))
+    # a rank holds its parts of gate and up side by side
+    stride = getattr(getattr(module, "weight", None), "partition_stride", 1) if kind in _COLUMN else 1
+    return _tensor_parallel(t, t.dim() - 1, expert=_of_expert(module), stride=stride)
+
+
+_MERGED = ("MergedColumnParallelLinear", "QKVParallelLinear")
+
+
+def _merged_outputs(module: nn.Module, t: Tensor, dim: int) -> Shard | None:
+    """Of vLLM's layers that hold a part of each of several projections one after the other."""
+    if type(module).__name__ not in _MERGED:
+        return None
+    size, sizes = getattr(module, "tp_size", 1), getattr(module, "output_sizes", None)
+    if size == 1 or not sizes or getattr(module, "num_kv_head_replicas", 1) > 1:
+        return None
+    if t.shape[dim] * size != sum(sizes):
+        return None
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    runs = tuple((begin + module.tp_rank * (n // size), n // size) for begin, n in zip(begins, sizes))
+    return Shard.of(dim, sum(sizes), runs)
+
+
+def _sequence_chunks(t: Tensor, batch: tuple[int, int]) -> Shard | None:
+    """Of a sequence in 2·cp chunks rank r holds those numbered r and 2·cp − 1 − r, so that all do equal work under a
+    causal mask (``get_batch_on_this_cp_rank`` of megatron-core). Under sequence parallelism its tensor parallel ranks
+    share these.
+    """
+    state = sys.modules["megatron.core.parallel_state"]
+    size, rank = state.get_context_parallel_world_size(), state.get_context_parallel_rank()
+    samples, tokens = batch
+    half, shares = tokens // 2, state.get_tensor_model_parallel_world_size()
+    held = ((rank * half, half), ((2 * size - 1 - rank) * half, half))
+    if t.dim() < 2 or tokens % 2:
+        return None
+    if tuple(t.shape[:2]) == (samples, tokens):
+        return Shard.of(1, size * tokens, held)
+    if t.shape[1] != samples or t.dim() < 3:
+        return None
+    if t.shape[0] == tokens:
+        return Shard.of(0, size * tokens, held)
+    if t.shape[0] * shares != tokens:
+        return None
+    first = state.get_tensor_model_parallel_rank() * t.shape[0]
+    return Shard.of(0, size * tokens, _within(held, first, first + t.shape[0]))
+
+
+def _within(runs: tuple[tuple[int, int], ...], first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """Elements first … last − 1 of what ``runs`` hold together."""
+    at, out = 0, []
+    for start, length in runs:
+        low, high = max(first, at), min(last, at + length)
+        if low < high:
+            out.append((start + low - at, high - low))
+        at += length
+    return tuple(out)
 
 
 def global_names(model: nn.Module) -> dict[str, str]:
@@ -102,7 +153,8 @@ def _expert_parallel_rank() -> int:
     return 0 if state is None else state.get_expert_model_parallel_rank() or 0
 
 
-def _tensor_parallel(t: Tensor, dim: int, *, expert: bool = False) -> Shard | None:
+def _tensor_parallel(t: Tensor, dim: int, *, expert: bool = False, stride: int = 1) -> Shard | None:
+    """A rank's part of a dimension, or of each of the ``stride`` equal ones that are merged in it."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         return None
@@ -113,7 +165,10 @@ def _tensor_parallel(t: Tensor, dim: int, *, expert: bool = False) -> Shard | No
     if size == 1:
         return None
     length = t.shape[dim]
-    return Shard(dim=dim, start=rank * length, length=length, whole=size * length)
+    if length % stride:
+        return None
+    run = length // stride
+    return Shard.of(dim, size * length, tuple(((i * size + rank) * run, run) for i in range(stride)))
 
 
 def _context_parallel() -> int:

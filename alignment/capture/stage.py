@@ -121,7 +121,7 @@ class StageRecord:
     def reduce(self, t: Tensor, *, shard: Shard | None = None, by_sample: bool = True) -> Reduced:
         """Statistics, sketch and copy of a tensor, as far as they are asked for."""
         place = None
-        if shard is not None and self.reducer.sketch_size and t.dim():
+        if shard is not None and not shard.runs and self.reducer.sketch_size and t.dim():
             place = Place.of(tuple(t.shape), dim=shard.dim, start=shard.start, whole=shard.whole)
         return self.reducer.add(t, place=place, by_sample=by_sample, shard=shard)
 
@@ -280,6 +280,10 @@ def _bits(host: Tensor) -> np.ndarray:
     return host.reshape(-1).view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
 
 
+def _numbers(shard: Shard) -> tuple[int, ...]:
+    return (shard.dim, shard.start, shard.length, shard.whole, *(n for run in shard.runs for n in run))
+
+
 def _columns(rows: Sequence[tuple]) -> RowColumns:
     columns = RowColumns()
     names = ("module", "class_name", "kind", "direction", "call", "role", "path", "parent")
@@ -290,7 +294,7 @@ def _columns(rows: Sequence[tuple]) -> RowColumns:
     for *_, dtype, shape, shard, group, reduced in rows:
         columns.dtype.append(str(dtype).removeprefix("torch."))
         columns.shape.append(shape)
-        columns.shard.append(None if shard is None else (shard.dim, shard.start, shard.length, shard.whole))
+        columns.shard.append(None if shard is None else _numbers(shard))
         columns.keys.append(group)
         columns.statistics.append(reduced.statistics)
         columns.sketch.append(reduced.sketch)

@@ -57,19 +57,19 @@ def _whole(rows: list[TensorRow], where: object) -> TensorRow:
         if len(keyed) > 1 and len({key for row in keyed for key in row.keys}) > len(first.keys or ()):
             return _spread_samples(keyed)
         return first
-    parts = {row.shard.start: row for row in rows if row.shard is not None}
-    ordered = [parts[start] for start in sorted(parts)]
+    parts = {row.shard.pieces: row for row in rows if row.shard is not None}
+    ordered = [parts[pieces] for pieces in sorted(parts)]
     at = 0
-    for row in ordered:
-        if row.shard.start != at:
+    for start, length in sorted(piece for row in ordered for piece in row.shard.pieces):
+        if start != at:
             break
-        at += row.shard.length
+        at += length
     if at != first.shard.whole:
         raise InputError(
             "the ranks do not hold the whole tensor",
             where=f"{where}: {first.module} {first.path}",
             expected=f"{first.shard.whole} elements along dimension {first.shard.dim}",
-            found=", ".join(f"{r.shard.start}…{r.shard.start + r.shard.length}" for r in ordered),
+            found=", ".join(f"{start}…{start + length}" for row in ordered for start, length in row.shard.pieces),
             next_step="add the captures of the missing ranks to the folder",
         )
     dim = first.shard.dim
@@ -80,12 +80,22 @@ def _whole(rows: list[TensorRow], where: object) -> TensorRow:
         return np.sum([row.sketch() for row in ordered], axis=0, dtype=np.float32)
 
     def tensor() -> np.ndarray:
-        return np.concatenate([row.tensor() for row in ordered], axis=dim)
+        pieces = {}
+        for row in ordered:
+            held = row.tensor()
+            for at, start, length in row.shard.cuts():
+                pieces[start] = held[(slice(None),) * dim + (slice(at, at + length),)]
+        return np.concatenate([pieces[start] for start in sorted(pieces)], axis=dim)
 
+    # a rank that holds some of the tokens knows its samples by these alone
+    one = all(row.keys == first.keys for row in ordered)
     return replace(
         first,
         shape=tuple(shape),
         shard=None,
+        keys=first.keys if one else None,
+        by_key=first.by_key and one,
+        bounds=first.bounds if one else None,
         statistics=merged(ordered),
         load_sketch=sketch if all(row.load_sketch is not None for row in ordered) else None,
         load_tensor=tensor if all(row.load_tensor is not None for row in ordered) else None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import dapo_world
 import numpy as np
 import pytest
@@ -75,11 +77,13 @@ def test_the_parts_of_a_parameter_add_up_to_the_whole(captures):
     cut = [name for name, row in parts[0].items() if row.shard is not None and name in whole]
     assert any("linear_q_proj" in name for name in cut) and any("linear_fc2" in name for name in cut)
     assert not any(".local_experts." in name for name in cut), "experts are whole where their own group has one rank"
+    assert all(len(parts[0][name].shard.pieces) == 2 for name in cut if "linear_fc1" in name), "gate and up"
+    assert any("linear_fc1" in name for name in cut)
     for name in cut:
         shards = [p[name].shard for p in parts]
-        assert [s.start for s in shards] == [0, shards[0].length] and shards[0].whole == whole[name].shape[
-            shards[0].dim
-        ]
+        starts, lengths = zip(*sorted(piece for shard in shards for piece in shard.pieces))
+        assert starts == tuple(itertools.accumulate(lengths[:-1], initial=0))
+        assert sum(lengths) == shards[0].whole == whole[name].shape[shards[0].dim]
         total = parts[0][name].sketch() + parts[1][name].sketch()
         assert np.linalg.norm(total - whole[name].sketch()) <= 64 * EPS * whole[name].statistics.l2
 
