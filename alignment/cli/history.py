@@ -57,7 +57,10 @@ def list_nights(history: FileOption = HISTORY, as_json: JsonOption = False) -> N
         return
     _table(
         ("day", "run", "verdict", "counts", "chip", "commit", "said"),
-        [(n.day, n.name, n.outcome, "yes" if n.counts else "no", n.chip, n.commit[:12], n.reason) for n in nights],
+        [
+            (n.day, n.among(nights), n.outcome, "yes" if n.counts else "no", n.chip, n.commit[:12], n.reason)
+            for n in nights
+        ],
     )
 
 
@@ -78,7 +81,7 @@ def show(
         return
     _table(
         ("day", "run", "verdict", "budget used"),
-        [(n.day, n.name, o, "" if u is None else f"{u:.0%}") for n, o, u in series],
+        [(n.day, n.among([m for m, _, _ in series]), o, "" if u is None else f"{u:.0%}") for n, o, u in series],
     )
 
 

@@ -84,6 +84,10 @@ class Night:
         """The directory of the run."""
         return self.run.rpartition("@")[0] or self.run
 
+    def among(self, nights: Sequence[Night]) -> str:
+        """Its name, or what tells it apart where another of ``nights`` has the name: every night of a pipeline does."""
+        return self.run if any(n.name == self.name and n.run != self.run for n in nights) else self.name
+
     @property
     def counts(self) -> bool:
         """Whether drift is measured against it."""

@@ -69,7 +69,7 @@ def gather_evidence(phase: Phase, folder: Path, *, device: str, require: bool, p
             if kind == "junit":
                 found.add(_junit(at, phase, device=device, require=require, place=place))
             elif kind == "run":
-                found.add(_run(at, require=require))
+                found.add(_run(at, phase, device=device, require=require, place=place))
             elif kind == "training":
                 found.add(_training(at, phase, device=device, place=place))
             elif kind == "capture":
@@ -177,7 +177,9 @@ def _line(text: str) -> str:
 # Runs.
 
 
-def _run(folder: Path, *, require: bool) -> Evidence:
+def _run(folder: Path, phase: Phase, *, device: str, require: bool, place: str) -> Evidence:
+    from alignment.rl.tracking import METRICS, read_series
+
     found = Evidence(verdicts=read_verdicts(folder))
     found.counts["checks"] = len(found.verdicts)
     about = read_json(folder / PROVENANCE)
@@ -185,6 +187,16 @@ def _run(folder: Path, *, require: bool) -> Evidence:
         if not isinstance(about, Mapping) or not about.get(name):
             raise InputError("the run does not say what made it", where=folder / PROVENANCE, expected=name)
     _something_judged(found, folder, require=require)
+    for path in sorted(folder.glob(f"*/{METRICS}")):
+        try:
+            verdict = _metrics_are_finite(read_series(path), phase, device=device, place=place)
+        except InputError as error:  # what the run found stays found
+            found.problems.append(str(error))
+            continue
+        if verdict.outcome is Outcome.FAIL:
+            found.verdicts.append(verdict)
+        elif verdict.measures:
+            found.trainings.append(path.parent)
     return found
 
 

@@ -47,7 +47,7 @@ def flaky(name: str, told: Mapping[str, str], nights: Sequence[Night]) -> list[C
     if not others:
         return []
     other = others[-1]
-    detail = f"{told[last.run]} tonight, {told[other.run]} in {other.name} of the same commit, stack and chip"
+    detail = f"{told[last.run]} tonight, {told[other.run]} in {other.among(nights)} of the same commit, stack and chip"
     return [Concern(kind="flaky", check=name, detail=detail)]
 
 
@@ -59,13 +59,16 @@ def names_its_code(commit: str) -> bool:
 def missing(told: Mapping[tuple[str, str, str], Mapping[str, str]], nights: Sequence[Night]) -> list[Concern]:
     """Checks that ran some night before and not this one, until a person has accepted a night without them.
 
-    A check that is skipped, or whose device or subject is unavailable, does not run.
+    A check that is skipped, or whose device or subject is unavailable, does not run, and one that was an error did not
+    either: what its night did not come to is no check that was there.
     """
     last = nights[-1]
     found = []
     for key, of_check in sorted(told.items()):
-        ran = [place for place, night in enumerate(nights) if of_check.get(night.run, NOT_RUN) != NOT_RUN]
-        if not ran or nights[ran[-1]] is last:
+        if of_check.get(last.run, NOT_RUN) != NOT_RUN:
+            continue
+        ran = [place for place, night in enumerate(nights) if of_check.get(night.run) in _JUDGED]
+        if not ran:
             continue
         without = nights[ran[-1] + 1 :]
         if not any(night.accepted for night in without):

@@ -249,7 +249,7 @@ def _training(directory: Path, run: Path) -> dict[str, Any]:
     series = read_series(directory / METRICS)
     names = sorted({name for line in series for name in line if name != "step"})
     return {
-        "name": directory.name if directory != run else "training",
+        "name": str(directory.relative_to(run)) if directory != run else "training",
         "steps": [line["step"] for line in series],
         "metrics": {name: [line.get(name) for line in series] for name in names},
     }

@@ -109,5 +109,9 @@ def grouped(verdicts: list[Verdict]) -> dict[tuple[str, str, str], list[Verdict]
     groups: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         name = verdict.check.removeprefix(f"{verdict.layer}/")
-        groups.setdefault((verdict.layer, re.split(r"[.-]", name)[0], verdict.subject), []).append(verdict)
+        # The name of a phase of a night is a whole one, dashes included.
+        whole = name if verdict.subject == "night" else f"{verdict.stage}/"
+        group = whole if name.startswith(whole) else ""
+        group += re.split(r"[.-]", name[len(group):])[0]
+        groups.setdefault((verdict.layer, group, verdict.subject), []).append(verdict)
     return groups

@@ -185,6 +185,21 @@ def test_a_check_that_is_skipped_is_missed_and_one_that_never_ran_is_not(nights)
     assert history.call().action == "warn"
 
 
+def test_what_a_night_did_not_come_to_is_nothing_that_ran(nights):
+    history, add = nights
+    lost = verdict("night/dapo", Outcome.ERROR, subject="night")
+    add(more=[lost])
+    add()
+    assert history.call().concerns == ()
+    add(more=[verdict("night/dapo", subject="night")])
+    add(more=[lost])
+    assert history.call().concerns == ()  # it is an error by itself
+    add()
+    (concern,) = history.call().concerns
+    assert (concern.kind, concern.check) == ("missing", "night/dapo [night on npu]")
+    assert concern.detail == "ran 2 nights ago and not this night"
+
+
 def small_noise(number: int) -> float:
     return 0.4 + 0.01 * ((number * 7) % 5 - 2)
 
@@ -415,7 +430,10 @@ def test_a_resumed_night_is_one_night(nights, tmp_path):
         about = {"date": f"{FIRST}T02:00", "commit": "c", "fingerprint": {"chip": "910B"}, "night": "1f2e3d4c"}
         write_json(run / "provenance.json", about)
         history.add(run)
-    assert [(n.run, n.outcome) for n in history.nights()] == [(f"night@{FIRST}-1f2e3d4c", "pass")]
+    (only,) = history.nights()
+    assert (only.run, only.outcome) == (f"night@{FIRST}-1f2e3d4c", "pass")
+    other = dataclasses.replace(only, run=f"night@{FIRST}-5b6a7988")
+    assert only.among([only]) == "night" and only.among([only, other]) == f"night@{FIRST}-1f2e3d4c"
 
 
 def test_no_pass_hides_a_failure_of_the_same_name(nights):

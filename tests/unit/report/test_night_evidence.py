@@ -177,6 +177,27 @@ def test_a_run_that_judged_nothing_is_a_problem(tmp_path, verdicts, problem):
         assert problem in evidence(tmp_path, "run", require=require).problems[0]
 
 
+@pytest.mark.parametrize(
+    ("lines", "outcome", "problem"),
+    [
+        ('{"step": 1, "loss": 0.5}\n', {"unit/rope": "pass"}, None),
+        ('{"step": 1, "loss": null}\n', {"unit/rope": "pass", "checks/metrics are finite": "fail"}, None),
+        ('{"loss": 0.5}\n', {"unit/rope": "pass"}, "a line of a series is about a step"),
+        ('{"step": 1, "lo', {"unit/rope": "pass"}, "the series ends in a torn line"),
+    ],
+)
+def test_the_trainings_of_a_run_are_on_the_page_if_they_are_whole(tmp_path, lines, outcome, problem):
+    write_verdicts(tmp_path / "it", [verdict("unit/rope")])
+    write_json(tmp_path / "it" / "provenance.json", ABOUT)
+    (tmp_path / "it" / "dapo").mkdir()
+    (tmp_path / "it" / "dapo" / "metrics.jsonl").write_text(lines)
+    found = evidence(tmp_path, "run")
+    whole = problem is None and "fail" not in outcome.values()
+    assert found.trainings == ([tmp_path / "it" / "dapo"] if whole else [])
+    assert outcomes(found) == outcome
+    assert len(found.problems) == (problem is not None) and all(problem in told for told in found.problems)
+
+
 RUN = {"config": "f1", "provenance": {"model_hash": "x"}, "total_steps": 3}
 
 

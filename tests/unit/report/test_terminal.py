@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict, exit_code
-from alignment.report.terminal import explain, headline, percent_of_budget, print_verdicts
+from alignment.report.terminal import explain, grouped, headline, percent_of_budget, print_verdicts
 
 
 def verdict(outcome, check="unit/attention.tiny", value=3.0, **kwargs):
@@ -95,3 +95,24 @@ def test_an_exact_bound_allows_nothing_and_a_verdict_survives_json():
 )  # fmt: skip
 def test_how_much_of_a_budget_was_used_is_said_in_words_where_it_is_no_number(value, bound, said):
     assert percent_of_budget(Measure(name="a", value=value, bound=bound)) == said
+
+
+def test_the_name_of_a_phase_of_a_night_is_kept_whole_and_those_of_its_checks_are_grouped():
+    def told(check: str, stage: str, subject: str = "pytest", layer: str = "e2e") -> Verdict:
+        return Verdict(
+            check=check, layer=layer, stage=stage, subject=subject, device="cpu", outcome=Outcome.PASS, reason=""
+        )
+
+    verdicts = [
+        told("night/weight-sync", "weight-sync", "night"),
+        told("night/emulated-npu", "emulated-npu", "night"),
+        told("emulated-npu/tests.unit.rope::test_a", "emulated-npu"),
+        told("emulated-npu/tests.unit.norm::test_b", "emulated-npu"),
+        told("e2e/curve-dapo-tiny-reward", "curve", "golden"),
+        told("stress/host-1/npu:0", "stress", "torch"),
+        told("unit/rope.yarn-float32", "operator", "torch", "unit"),
+    ]
+    assert {group: len(members) for (_, group, _), members in grouped(verdicts).items()} == {
+        "night/weight-sync": 1, "night/emulated-npu": 1, "emulated-npu/tests": 2, "curve": 1, "stress/host": 1,
+        "rope": 1,
+    }  # fmt: skip
