@@ -38,6 +38,9 @@ QUICK = {
     "health_check_failure_threshold": 3,
 }
 
+LOOKS = 100
+"""How often the processes of the nodes are looked through for the one to kill."""
+
 
 @dataclass
 class Disk:
@@ -96,10 +99,13 @@ class FourNodes:
     def kill(self, holding: str = "") -> None:
         """SIGKILL for everything of one node: one whose workers run ``holding``, where one is asked for."""
         nodes = list(self.cluster.worker_nodes)
-        if holding:
-            nodes = [node for node in nodes if any(holding in command for command in self._commands(node))]
-            assert nodes, f"no node runs {holding}"
-        self.cluster.remove_node(nodes[0], allow_graceful=False)
+        for _ in range(LOOKS):  # a worker writes its name anew with every call: one look may miss it
+            holders = [node for node in nodes if any(holding in command for command in self._commands(node))]
+            if holders:
+                break
+            time.sleep(0.05)
+        assert holders, f"no node but the head runs {holding}: {[self._commands(node) for node in nodes]}"
+        self.cluster.remove_node(holders[0], allow_graceful=False)
 
     def runs(self, holding: str) -> bool:
         return any(holding in c for node in list(self.cluster.worker_nodes) for c in self._commands(node))
