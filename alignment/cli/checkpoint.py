@@ -53,7 +53,8 @@ def examine(
     if as_json:
         print(json.dumps({"symptoms": [asdict(symptom) for symptom in symptoms]}, indent=1))
     else:
-        for line in [*map(str, symptoms), f"{len(symptoms)} symptoms" if symptoms else f"{path}: can be trusted"]:
+        counted = f"{len(symptoms)} symptom{'s' * (len(symptoms) > 1)}"
+        for line in [*map(str, symptoms), counted if symptoms else f"{path}: can be trusted"]:
             print(line)
     raise typer.Exit(MISALIGNED if symptoms else ALIGNED)
 

@@ -361,7 +361,7 @@ def _weights(folder: Path) -> Iterator[Symptom]:
         yield Symptom(
             where=str(folder / index[key]),
             problem=f"training never produces {key}: a writer that waits for every key of this file would silently not "
-            f"write it, and lose {siblings} trained tensors ({len(never)} such keys)",
+            f"write it, and lose {siblings} trained tensors" + (f" ({len(never)} such keys)" if len(never) > 1 else ""),
         )
     yield from _shapes(folder, index, shapes, held)
 

@@ -219,7 +219,10 @@ def test_the_key_that_training_never_produces(world, tmp_path):
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({**state, key: state["model.norm.weight"].clone()}, model / "model.safetensors")
     (found,) = problems(model)
-    assert key in found and "model.safetensors" in found and "silently not write it" in found
+    assert found.startswith(f"{model / 'model.safetensors'}: training never produces {key}: a writer that waits for every")
+    assert found.endswith(f"would silently not write it, and lose {len(state)} trained tensors")
+    shown = CliRunner().invoke(app, ["checkpoint", "examine", str(model)])
+    assert shown.exit_code == 1 and shown.stdout.splitlines()[-1] == "1 symptom"
 
 
 def test_an_index_that_promises_what_is_not_there(world, tmp_path):
