@@ -41,7 +41,7 @@ FREE_KEYS = re.compile(
     r"|.*\.seed|.*data_loader_seed|.*custom_reward_function\.path|transfer_queue\..*"
 )
 _STEP = re.compile(r"(?<![\w/])step:(\d+) - (.+)$")
-_NUMBER = re.compile(r"(?:np\.float64\()?([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))\)?$")
+_NUMBER = re.compile(r"(?:np\.float64\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))\)?$")
 GAP = "training/rollout_log_probs_abs_diff_mean"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 

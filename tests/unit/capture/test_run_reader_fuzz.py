@@ -290,6 +290,7 @@ CASES_FOUND = {
     "night": (3553,),
     "prompts and conversations": (6647, 9176),
     "resume doctor": (2001, 4329, 15822, 19305),
+    "verl by its console": (2691,),
     "verl by its file logger": (3523, 3553),
 }
 """Cases of the long run that once were an exception of Python."""
