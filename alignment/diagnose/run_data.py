@@ -63,7 +63,15 @@ class RunData:
 
     def batch(self, step: int) -> BatchRecord | None:
         """The batch of a step, where it was recorded."""
-        return read_batch(batch_path(self.directory, step)) if step in self.recorded else None
+        if step not in self.recorded:
+            return None
+        path = batch_path(self.directory, step)
+        batch = read_batch(path)
+        for pair in ({"responses", "response_mask"}, {"prompts", "prompt_mask"}):
+            lacking = pair - batch.tensors.keys()
+            if len(lacking) == 1:
+                raise InputError("tokens and their mask belong together", where=path, expected=lacking.pop())
+        return batch
 
 
 def world_size(config: Mapping[str, Any]) -> int:
@@ -81,6 +89,7 @@ def open_run(directory: Path) -> RunData:
     if (directory / RUN).is_file() and (directory / METRICS).is_file():
         about = _mapping(directory / RUN)
         config = _mapping(directory / "config.json") if (directory / "config.json").is_file() else {}
+        _require_usable(flatten(config), directory / "config.json")
         verl = about.get("verl") or {}
         series = {
             line["step"]: {k: v for k, v in line.items() if k != "step"} for line in read_series(directory / METRICS)
@@ -113,6 +122,19 @@ def open_run(directory: Path) -> RunData:
         frozenset((step, name) for step, (_, _, odd) in named.items() for name in odd),
         output.rollouts,
     )
+
+
+def _require_usable(config: Mapping[str, Any], where: Path) -> None:
+    """Refuses counts that are none and a checkpoint that no file can have the name of."""
+    for name in ("trainer.n_gpus_per_node", "trainer.nnodes"):
+        count = config.get(name)
+        if count is not None and (type(count) is not int or count < 1):
+            raise InputError("a count is expected", where=f"{where}: {name}", found=repr(count)[:80])
+    name = "actor_rollout_ref.model.path"
+    try:
+        Path(str(config.get(name) or "")).is_dir()
+    except (OSError, ValueError) as error:
+        raise InputError(f"no folder has this name ({error.__class__.__name__})", where=f"{where}: {name}") from None
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:

@@ -141,6 +141,27 @@ FOUND = {
         b'"actor/loss": [1,2]',
         "metrics.jsonl, step 1: actor/loss: a metric is no number; found [1, 2]",
     ),
+    "responses without a mask": (
+        "triage",
+        "batches/step_000002.safetensors",
+        b"response_mask",
+        b"response_masc",
+        "step_000002.safetensors: tokens and their mask belong together; expected response_mask",
+    ),
+    "a number of cards that is infinite": (
+        "triage",
+        "config.json",
+        b'"n_gpus_per_node": 1',
+        b'"n_gpus_per_node": 1e400',
+        "config.json: trainer.n_gpus_per_node: a count is expected; found inf",
+    ),
+    "a checkpoint whose name is no file's": (
+        "triage",
+        "config.json",
+        b'"path": "',
+        b'"path": "' + DEEP,
+        "config.json: actor_rollout_ref.model.path: no folder has this name (OSError)",
+    ),
     "an operator whose bound is a list": (
         "triage",
         "operators.json",
