@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,7 +47,7 @@ def activation_shard(module: nn.Module, path: str, t: Tensor, batch: tuple[int, 
         (kind in _COLUMN and path in ("output", "output.0") and not getattr(module, "gather_output", False))
         or (kind in _ROW and path == "args.0" and getattr(module, "input_is_parallel", False))
     )
-    if batch is not None and "megatron.core.parallel_state" in sys.modules:
+    if batch is not None and _megatron() is not None:
         if _context_parallel() > 1:
             cut_twice = sharded and _tensor_parallel(t, t.dim() - 1, expert=_of_expert(module)) is not None
             return None if cut_twice else _sequence_chunks(t, batch)
@@ -83,7 +84,7 @@ def _sequence_chunks(t: Tensor, batch: tuple[int, int]) -> Shard | None:
     causal mask (``get_batch_on_this_cp_rank`` of megatron-core). Under sequence parallelism its tensor parallel ranks
     share these.
     """
-    state = sys.modules["megatron.core.parallel_state"]
+    state = _megatron()
     size, rank = state.get_context_parallel_world_size(), state.get_context_parallel_rank()
     samples, tokens = batch
     half, shares = tokens // 2, state.get_tensor_model_parallel_world_size()
@@ -120,7 +121,7 @@ def global_names(model: nn.Module) -> dict[str, str]:
     equal consecutive parts of the experts.
     """
     names = {name: name for name, _ in model.named_modules()}
-    if "megatron.core.parallel_state" not in sys.modules:
+    if _megatron() is None:
         return names
     for name, module in model.named_modules():
         number = getattr(module, "layer_number", None)
@@ -143,19 +144,25 @@ def _rename(names: dict[str, str], old: str, new: str) -> None:
             names[name] = new + names[name][len(stem) :]
 
 
+def _megatron() -> Any:
+    """The parallel state of megatron-core, or None where the process has none: others import it and do not use it."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state if state is not None and state.model_parallel_is_initialized() else None
+
+
 def _of_expert(module: nn.Module) -> bool:
     """Experts are cut among other ranks than the rest of the model."""
     return bool(getattr(module, "is_expert", False))
 
 
 def _expert_parallel_rank() -> int:
-    state = sys.modules.get("megatron.core.parallel_state")
+    state = _megatron()
     return 0 if state is None else state.get_expert_model_parallel_rank() or 0
 
 
 def _tensor_parallel(t: Tensor, dim: int, *, expert: bool = False, stride: int = 1) -> Shard | None:
     """A rank's part of a dimension, or of each of the ``stride`` equal ones that are merged in it."""
-    state = sys.modules.get("megatron.core.parallel_state")
+    state = _megatron()
     if state is None:
         return None
     if expert:
@@ -172,7 +179,7 @@ def _tensor_parallel(t: Tensor, dim: int, *, expert: bool = False, stride: int =
 
 
 def _context_parallel() -> int:
-    state = sys.modules.get("megatron.core.parallel_state")
+    state = _megatron()
     return 1 if state is None else state.get_context_parallel_world_size()
 
 

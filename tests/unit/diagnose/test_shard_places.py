@@ -14,7 +14,7 @@ from alignment.capture.config import CaptureConfig
 from alignment.capture.own_format import OwnCapture
 from alignment.capture.record import Shard
 from alignment.capture.session import capture
-from alignment.capture.shards import activation_shard
+from alignment.capture.shards import activation_shard, global_names
 from alignment.diagnose.capture_comparison import compare_captures
 from alignment.errors import InputError
 from alignment.numerics.random import portable_integers, portable_normal
@@ -30,6 +30,7 @@ def parallel(monkeypatch):
     def set_ranks(tensor=(0, 1), context=(0, 1)):
         state = types.SimpleNamespace(
             get_tensor_model_parallel_rank=lambda: tensor[0],
+            model_parallel_is_initialized=lambda: True,
             get_tensor_model_parallel_world_size=lambda: tensor[1],
             get_context_parallel_rank=lambda: context[0],
             get_context_parallel_world_size=lambda: context[1],
@@ -200,3 +201,21 @@ def test_where_ranks_of_a_sequence_hold_their_chunks(parallel):
     assert activation_shard(layer, "output", torch.zeros(4, BATCH, 3), batch) == Shard.of(0, 16, ((12, 4),))
     column = ColumnParallelLinear(torch.zeros(3, 3))
     assert activation_shard(column, "output", torch.zeros(8, BATCH, 3), batch) is None, "cut twice"
+
+
+def test_a_process_that_only_imports_megatron_has_no_shards(monkeypatch):
+    """msprobe imports it: a state without groups answers no question about them."""
+
+    def uninitialised():
+        raise AssertionError("tensor model parallel group is not initialized")
+
+    state = types.SimpleNamespace(
+        model_parallel_is_initialized=lambda: False,
+        get_context_parallel_world_size=lambda: 0,
+        get_tensor_model_parallel_world_size=uninitialised,
+        get_expert_model_parallel_rank=uninitialised,
+    )
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert activation_shard(model[0], "output", torch.zeros(2, 3, 4), (2, 3)) is None
+    assert global_names(model) == {"": "", "0": "0"}
