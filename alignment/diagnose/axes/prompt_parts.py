@@ -93,7 +93,8 @@ def parts_of(text: str, tokenizer: Tokenizer) -> PromptParts | None:
         again, end = rest.split(_LAST)
     except (InputError, ValueError):
         return None
-    if not (end and text.endswith(end)):
+    # A template may put nothing between its messages: where one ends cannot be told then.
+    if not (end and again and answers and text.endswith(end)):
         return None
     instruction = ""
     if text.startswith(start):

@@ -35,6 +35,20 @@ WITH_DEFAULT = (
     "[{{ message['role'] }}]{{ message['content'] }}[end]{% endif %}{% endfor %}[assistant]"
 )
 
+WITHOUT_SEPARATORS = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}\nAnswer:{% endif %}"
+)
+AFTER_A_QUESTION = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'user' %}\nAnswer:{% endif %}{% endfor %}"
+)
+AFTER_AN_ANSWER = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}\n{% endif %}{% endfor %}\nAnswer:"
+)
+"""What base models are given: nothing stands between some messages."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -91,6 +105,22 @@ def test_what_is_not_in_the_template_is_not_taken_apart(folder):
     tokenizer = Tokenizer(folder)
     assert parts_of("2 + 2 =", tokenizer) is None
     assert parts_of(tokenizer.render_chat(chat("2 + 2 =")).removeprefix("<bos>"), tokenizer) is None
+
+
+@pytest.mark.parametrize(
+    "template", [WITHOUT_SEPARATORS, AFTER_A_QUESTION, AFTER_AN_ANSWER], ids=["none", "question only", "answer only"]
+)
+def test_messages_with_nothing_between_them_are_not_taken_apart(folder, tmp_path, template):
+    told = retold(folder, tmp_path, "told", chat_template=template)
+    tokenizer = Tokenizer(told)
+    for messages in (chat("2 + 2 ="), chat("1 + 1 =", "2", "2 + 2 =")):
+        assert parts_of(tokenizer.render_chat(messages), tokenizer) is None
+    runs = [a_run(tmp_path / name, told, chat(text)) for name, text in (("a", "2 + 3 ="), ("b", "2 + 2 ="))]
+    ids = [tokenizer.encode_chat(chat(text)) for text in ("2 + 3 =", "2 + 2 =")]
+    at = next(i for i, (x, y) in enumerate(zip(*ids)) if x != y)
+    found = first_difference(*runs)
+    place = f"token {at}: [{ids[1][at]}] → [{ids[0][at]}]"
+    assert (found.part, found.evidence) == ("", f"batch 2, prompt p, {place}")
 
 
 def a_run(directory, folder, messages) -> RunData:
