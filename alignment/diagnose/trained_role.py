@@ -6,6 +6,8 @@ A role says how its configuration is made comparable, draws a batch whose step d
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -143,11 +145,7 @@ class Student:
         }
         if config.teacher_kind is TeacherKind.REPLICAS:
             active = active_positions(fields["labels"])
-            k = min(config.gkd.gkd_logits_topk, model.vocab_size)
-            said = portable_normal(
-                (rows, width, model.vocab_size), seed=SEED, stream="communication/teacher", dtype=torch.float32
-            )
-            values, indices = torch.log_softmax(said, -1).topk(k, dim=-1)
+            values, indices = _drawn_tables(rows, width, config.gkd.gkd_logits_topk, model.vocab_size)
             fields |= {TABLES[0]: values.masked_fill(~active.unsqueeze(-1), float("-inf")), TABLES[1]: indices}
         return Batch(fields, meta={**drawn.meta, "prompt_id": list(drawn["uid"])}, info=drawn.info)
 
@@ -207,6 +205,23 @@ def drawn_batch(config: RunConfig, model: ModelConfig, *, rows: int) -> Batch:
         meta={"uid": [str(row) for row in range(rows)]},
         info={"step": 1},
     )
+
+
+def _drawn_tables(rows: int, width: int, topk: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and tokens [rows, width, k] of a teacher; the tokens of a position differ, the likeliest is first.
+
+    Only what is kept is drawn: over a vocabulary of 10⁵ tokens the whole distribution is megabytes a position.
+    """
+    k = min(topk, vocabulary)
+    # One draw more stands for all tokens that are left out: the rest of the probability is theirs.
+    said = portable_normal(
+        (rows, width, min(k + 1, vocabulary)), seed=SEED, stream="communication/teacher", dtype=torch.float32
+    )
+    values = torch.log_softmax(said, -1)[..., :k].sort(dim=-1, descending=True).values
+    start = portable_integers(0, vocabulary, (rows, width, 1), seed=SEED, stream="communication/teacher/tokens")
+    # No common divisor, so that a token comes again only after all others; wide, so that every shard has some.
+    stride = next(step for step in itertools.count(vocabulary // k) if math.gcd(step, vocabulary) == 1)
+    return values, (start + stride * torch.arange(k)) % vocabulary
 
 
 def _noise(like: torch.Tensor, stream: str) -> torch.Tensor:
