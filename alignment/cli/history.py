@@ -49,16 +49,17 @@ def add(
 @history_app.command("list")
 def list_nights(history: FileOption = HISTORY, as_json: JsonOption = False) -> None:
     """Every night, oldest first."""
-    from alignment.report.history import History
+    from alignment.report.history import History, told_apart
 
     nights = _existing(history, History).nights()
     if as_json:
         print(json.dumps([{**asdict(n), "name": n.name, "counts": n.counts} for n in nights], indent=1))
         return
+    names = told_apart(nights)
     _table(
         ("day", "run", "verdict", "counts", "chip", "commit", "said"),
         [
-            (n.day, n.among(nights), n.outcome, "yes" if n.counts else "no", n.chip, n.commit[:12], n.reason)
+            (n.day, names[n.run], n.outcome, "yes" if n.counts else "no", n.chip, n.commit[:12], n.reason)
             for n in nights
         ],
     )
@@ -72,16 +73,17 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """One check, night by night: verdict and share of the budget."""
-    from alignment.report.history import History
+    from alignment.report.history import History, told_apart
 
     series = _existing(history, History).series(check, subject=subject)
     if as_json:
         rows = [{"run": n.run, "name": n.name, "day": n.day, "outcome": o, "used": u} for n, o, u in series]
         print(json.dumps(rows, indent=1))
         return
+    names = told_apart(n for n, _, _ in series)
     _table(
         ("day", "run", "verdict", "budget used"),
-        [(n.day, n.among([m for m, _, _ in series]), o, "" if u is None else f"{u:.0%}") for n, o, u in series],
+        [(n.day, names[n.run], o, "" if u is None else f"{u:.0%}") for n, o, u in series],
     )
 
 

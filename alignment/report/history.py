@@ -16,7 +16,8 @@ import hashlib
 import json
 import math
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -92,6 +93,13 @@ class Night:
     def counts(self) -> bool:
         """Whether drift is measured against it."""
         return self.outcome == Outcome.PASS.value if self.accepted is None else self.accepted
+
+
+def told_apart(nights: Iterable[Night]) -> dict[str, str]:
+    """:meth:`Night.among` of each of ``nights`` by its ``run``, counted once for all of them."""
+    names = {night.run: night.name for night in nights}
+    bearers = Counter(names.values())
+    return {run: name if bearers[name] == 1 else run for run, name in names.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from alignment.files import write_json
 from alignment.numerics.curves import CUSUM_ALARM
 from alignment.numerics.random import portable_normal
 from alignment.numerics.verdict import Measure, Outcome, Verdict
-from alignment.report.history import History, Night
+from alignment.report.history import History, Night, told_apart
 from alignment.report.night_watch import drift
 from alignment.report.run_directory import write_verdicts
 
@@ -434,6 +434,35 @@ def test_a_resumed_night_is_one_night(nights, tmp_path):
     assert (only.run, only.outcome) == (f"night@{FIRST}-1f2e3d4c", "pass")
     other = dataclasses.replace(only, run=f"night@{FIRST}-5b6a7988")
     assert only.among([only]) == "night" and only.among([only, other]) == f"night@{FIRST}-1f2e3d4c"
+
+
+def test_nights_of_one_name_are_told_apart_all_at_once(nights):
+    history, add = nights
+    first, second = add(), add()
+    twin = dataclasses.replace(second, run=f"{second.name}@{FIRST}-5b6a7988")
+    for among in ([first], [first, second], [first, second, twin], [second, second], []):
+        assert told_apart(among) == {n.run: n.among(among) for n in among}
+    assert told_apart([first, second, twin]) == {first.run: first.name, second.run: second.run, twin.run: twin.run}
+
+
+@pytest.mark.parametrize("asked", [("list",), ("show", "unit/rope")])
+def test_a_table_of_nights_looks_at_each_a_fixed_number_of_times(nights, monkeypatch, asked):
+    history, add = nights
+    looks, name = [], Night.name.fget
+    monkeypatch.setattr(Night, "name", property(lambda night: looks.append(night.run) or name(night)))
+
+    def looked() -> int:
+        looks.clear()
+        shown = CliRunner().invoke(app, ["history", *asked, "--history", str(history.path)])
+        assert shown.exit_code == 0, shown.output
+        return len(looks)
+
+    counts = []
+    for _ in range(2):
+        for _ in range(4):
+            add()
+        counts.append(looked())
+    assert 0 < counts[0] and counts[1] == 2 * counts[0]
 
 
 def test_no_pass_hides_a_failure_of_the_same_name(nights):
