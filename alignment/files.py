@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import InputError
+
+_EXPONENT = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -65,15 +68,30 @@ def read_text(path: Path) -> str:
         raise InputError(f"the file cannot be read ({error})", where=path) from None
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, *, hydra: bool = False) -> Any:
     """The value of a YAML text, by libyaml where PyYAML has it: its parser in Python takes the square of the nesting.
+
+    With ``hydra`` scalars are what OmegaConf, which Hydra reads with, makes of them: ``1e-6`` is a number though it
+    has no point (to YAML 1.1 it is a text), and a date is a text.
 
     Raises:
         ValueError, RecursionError, yaml.YAMLError: of the syntax, of a date, of the nesting.
     """
     import yaml
 
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if not hydra:
+        return yaml.load(text, base)
+
+    class HydraLoader(base):
+        pass
+
+    HydraLoader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+        for first, known in base.yaml_implicit_resolvers.items()
+    }
+    HydraLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+    return yaml.load(text, HydraLoader)
 
 
 def read_json(path: Path) -> Any:

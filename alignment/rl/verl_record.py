@@ -340,7 +340,7 @@ def _resolved(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"), hydra=True)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"the configuration is not YAML ({error})", where=path) from None
     if not isinstance(tree, dict):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from alignment.errors import InputError
-from alignment.files import read_json, write_atomically, write_json
+from alignment.files import parse_yaml, read_json, write_atomically, write_json
 
 
 def test_json_keeps_every_bit_of_a_float(tmp_path):
@@ -42,3 +42,23 @@ def test_a_missing_file_and_a_nan_are_named(tmp_path):
     with pytest.raises(InputError, match="JSON cannot carry"):
         write_json(tmp_path / "nan.json", {"x": math.nan})
     assert not list(tmp_path.iterdir())
+
+
+SCALARS = (
+    "1e-6", "1.0e-06", "1e5", "+1E+3", "-2.5e-08", "1.5e3", "1_0e3", "1.e-3", "1e400", "'1e-6'", "1e", "e5", "0x1e5",
+    "12e3b", "1e_6", "1_000", "1.5", "-.inf", ".inf", "2026-01-01", "2026-02-31", "on", "no", "null", "12:30", "007",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_scalars_are_what_hydra_makes_of_them(scalar):
+    OmegaConf = pytest.importorskip("omegaconf").OmegaConf
+    found, expected = parse_yaml(f"x: {scalar}", hydra=True)["x"], OmegaConf.create(f"x: {scalar}")["x"]
+    assert (type(found), found) == (type(expected), expected)
+
+
+def test_only_what_hydra_wrote_is_read_as_hydra_does():
+    """A commit of a stack may look like a number with an exponent."""
+    parse_yaml("x: 1e-6", hydra=True)
+    assert parse_yaml("x: 1e-6") == {"x": "1e-6"}
+    assert parse_yaml("commit: 1234567e8") == {"commit": "1234567e8"}

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from alignment.diagnose.run_data import config_differences, open_run
 from alignment.errors import InputError
 from alignment.rl.batch_record import BatchRecord, batch_path, read_batch, recorded_steps, write_batch
 from alignment.rl.run import read_run
@@ -23,6 +24,8 @@ actor_rollout_ref:
   actor: {rollout_n: '${oc.select:actor_rollout_ref.rollout.n,1}'}
 algorithm: {filter_groups: {enable: true}}
 """
+
+INTERPOLATED = "${oc.select:actor_rollout_ref.rollout.n,1}"
 
 
 def row(prompt, answer, score, **more):
@@ -73,6 +76,23 @@ def test_metrics_rollouts_configuration_and_checkpoints_are_found(tmp_path, logg
     assert [r["output"] for r in output.rollouts[1]] == ["a0", "a1", "b0", "b1"]
     assert output.config["actor_rollout_ref"]["actor"]["rollout_n"] == 2, "interpolations are resolved"
     assert list(output.checkpoints) == [2]
+
+
+@pytest.mark.parametrize("more", ["", "at: '${nowhere.x}'\n"], ids=["resolved", "of an unknown resolver"])
+def test_a_number_is_one_however_it_is_written(tmp_path, more):
+    """Hydra takes 1e-6 for a number, and writes 1.0e-06; runs with either have one learning rate."""
+    runs = []
+    for name, written in (("typed", "1e-6"), ("written", "1.0e-06"), ("other", "2e-6"), ("text", "'1e-6'")):
+        root = verl_folder(tmp_path / name)
+        settings = f"{CONFIG}optim: {{lr: {written}, day: 2026-01-01}}\n{more}"
+        (root / "outputs" / ".hydra" / "config.yaml").write_text(settings)
+        runs.append(open_run(root))
+    typed, written, other, text = runs
+    assert (typed.config["optim.lr"], typed.config["optim.day"]) == (1e-6, "2026-01-01")
+    assert config_differences(typed, written) == {}
+    assert config_differences(typed, other) == {"optim.lr": (1e-6, 2e-6)}
+    assert config_differences(typed, text) == {"optim.lr": (1e-6, "1e-6")}
+    assert typed.config["actor_rollout_ref.actor.rollout_n"] == (INTERPOLATED if more else 2)
 
 
 def test_weights_of_a_checkpoint_are_those_everyone_can_load(tmp_path):
