@@ -64,6 +64,9 @@ class GoldenTrainingEngine:
         ranks: the data parallel ranks, :class:`~alignment.backends.training.SoleRank` by default.
     """
 
+    _resumed_from = WEIGHTS
+    """The file of the model's tensors that :meth:`load_state` reads."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -200,7 +203,7 @@ class GoldenTrainingEngine:
 
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(_on_host(self.model.state_dict()), directory / WEIGHTS, metadata={"format": "pt"})
+        save_file(_on_host(self.model.state_dict()), directory / self._resumed_from, metadata={"format": "pt"})
         save_file(_on_host(self._optimizer_state()), directory / OPTIMIZER)
         write_json(directory / SCHEDULE, {"updates": self.updates})
         config = getattr(self.model, "config", None)
@@ -210,7 +213,7 @@ class GoldenTrainingEngine:
     def load_state(self, directory: Path) -> None:
         """The inverse of :meth:`save_state`; everything is checked before anything is overwritten."""
         directory = Path(directory)
-        weights = _read_tensors(directory / WEIGHTS, self.model.state_dict())
+        weights = _read_tensors(directory / self._resumed_from, self.model.state_dict())
         state = _read_tensors(directory / OPTIMIZER, self._optimizer_state())
         updates = read_json(directory / SCHEDULE)["updates"]
         with torch.no_grad():

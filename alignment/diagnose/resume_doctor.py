@@ -16,6 +16,7 @@ from alignment.diagnose.run_data import world_size
 from alignment.errors import InputError
 from alignment.files import read_json
 from alignment.rl.checkpoint import LATEST, STATE, finished
+from alignment.rl.lora import UNMERGED
 from alignment.weights.checkpoint import INDEX_FILE, SINGLE_FILE, expected_shapes, load_config
 from alignment.weights.indexed_save import read_index
 
@@ -34,6 +35,8 @@ _MOST = 2**20
 _GENERATORS = frozenset({"python", "numpy", "torch"})
 _UNTRAINED = ("e_score_correction_bias",)
 """Steered by the load of the experts, not by a gradient: it has no moments."""
+_RANKS_OF_ADAPTERS = ("actor_rollout_ref.model.lora_rank", "gkd.lora.rank")
+_FACTORS = ("up.", "down.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,9 @@ def _run_checkpoint(path: Path, ranks: int | None) -> Iterator[Symptom]:
         if lacking and not damage:
             yield Symptom(where=str(file), problem=f"the generator of {lacking[0]} is missing")
     for role in roles:
-        yield from _engine(path / role, wanted, step=step, updates=_updates_per_step(state, role))
+        adapted = role == "actor" and any((state.get("config") or {}).get(key) for key in _RANKS_OF_ADAPTERS)
+        updates = _updates_per_step(state, role)
+        yield from _engine(path / role, wanted, step=step, updates=updates, adapted=adapted)
     if "actor" in roles:
         yield from _layout(path / "actor", state.get("config") or {})
 
@@ -217,7 +222,7 @@ def _data(path: Path, state: Mapping[str, Any], step: int | None) -> Iterator[Sy
         )
 
 
-def _engine(folder: Path, ranks: int, *, step: int | None, updates: int | None) -> Iterator[Symptom]:
+def _engine(folder: Path, ranks: int, *, step: int | None, updates: int | None, adapted: bool) -> Iterator[Symptom]:
     weights = folder / "model" if (folder / MEGATRON).is_file() else folder
     if (folder / MEGATRON).is_file():
         layout, pattern, what = _document(folder / MEGATRON), "optimizer_rank_{}.safetensors", MEGATRON
@@ -257,16 +262,42 @@ def _engine(folder: Path, ranks: int, *, step: int | None, updates: int | None) 
         damage = list(_readable(file))
         yield from damage
         if not damage:
-            yield from _moments(file, started=bool(made))
+            yield from _moments(file, started=bool(made), adapted=adapted)
             yield from _counters(file, made)
     if (weights / "config.json").is_file():
         yield from _weights(weights)
+        if adapted and what == GOLDEN:
+            yield from _unmerged(folder)
     else:
         yield Symptom(where=str(weights / "config.json"), problem="the weights have no configuration")
 
 
-def _moments(file: Path, *, started: bool) -> Iterator[Symptom]:
-    """Every parameter that has one moment has the other, and its main weight where others have theirs."""
+def _unmerged(folder: Path) -> Iterator[Symptom]:
+    """The model and the adapter apart: nothing takes the merged weights apart again."""
+    file, optimizer = folder / UNMERGED, folder / "optimizer.safetensors"
+    if not file.is_file():
+        yield Symptom(
+            where=str(file),
+            problem="the adapter is missing: the weights beside it are merged, and no resume can take them apart",
+        )
+        return
+    damage = list(_readable(file))
+    yield from damage
+    if damage:
+        return
+    wanted = {f"base_model.{name}" for name in expected_shapes(load_config(folder), where=folder / "config.json")}
+    if optimizer.is_file() and not list(_readable(optimizer)):
+        wanted |= {key.removeprefix("exp_avg.") for key in _keys(optimizer) if key.startswith("exp_avg.")}
+    lost = sorted(wanted.difference(_keys(file)))
+    if lost:
+        yield Symptom(where=str(file), problem=f"{lost[0]} is missing", found=f"{len(lost)} such keys are not there")
+
+
+def _moments(file: Path, *, started: bool, adapted: bool) -> Iterator[Symptom]:
+    """Every parameter that has one moment has the other, and its main weight where others have theirs.
+
+    Where an adapter is trained, the weights under it are frozen and have a main weight alone.
+    """
     kinds: dict[str, set[str]] = {}
     for key in _keys(file):
         for kind in ("exp_avg_sq", "exp_avg", "main", "master_param"):
@@ -286,7 +317,8 @@ def _moments(file: Path, *, started: bool) -> Iterator[Symptom]:
         )
     for name, held in sorted(kinds.items()):
         lacking = sorted(everything - held)
-        if held == {"main"} and name.endswith(_UNTRAINED):
+        frozen = name.endswith(_UNTRAINED) or (adapted and not name.startswith(_FACTORS))
+        if held == {"main"} and frozen:
             continue
         if lacking:
             yield Symptom(

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from alignment.backends.golden_training import GoldenTrainingEngine, require_finite
+from alignment.backends.golden_training import WEIGHTS, GoldenTrainingEngine, require_finite
 from alignment.backends.training import MicroBatch, OptimizerConfig
 from alignment.errors import InputError
 from alignment.numerics.random import portable_normal
 
 if TYPE_CHECKING:
     from alignment.rl.config import RunConfig
+
+UNMERGED = "lora.safetensors"
+"""The model and the adapter apart, beside the merged weights: what the golden engine resumes from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,13 @@ class LoraModel(nn.Module):
 
 
 class LoraTrainingEngine(GoldenTrainingEngine):
-    """The golden training engine over a :class:`LoraModel`: only the adapter is trained, and exports are merged."""
+    """The golden training engine over a :class:`LoraModel`: only the adapter is trained, and exports are merged.
+
+    So is the Hugging Face checkpoint of :meth:`save_state`. A merge cannot be taken apart, so a resume reads
+    ``lora.safetensors``, which has the model's weights and the adapter's.
+    """
+
+    _resumed_from = UNMERGED
 
     @classmethod
     def from_checkpoint(
@@ -118,6 +127,14 @@ class LoraTrainingEngine(GoldenTrainingEngine):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face name and tensor of every weight, the adapter merged."""
         yield from self.model.merged_state()
+
+    def save_state(self, directory: Path) -> None:
+        """As the golden engine's, and ``lora.safetensors``."""
+        from safetensors.torch import save_file
+
+        super().save_state(directory)
+        merged = {name: tensor.cpu().contiguous().clone() for name, tensor in self.export_weights()}
+        save_file(merged, Path(directory) / WEIGHTS, metadata={"format": "pt"})
 
     def forward_base(self, micro_batches: Sequence[MicroBatch], outputs: Any, *, stage: str) -> list[dict[str, Tensor]]:
         """As ``forward``, with the adapter disabled and outputs of one's own."""

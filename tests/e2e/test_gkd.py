@@ -15,6 +15,7 @@ import gkd_world
 import pytest
 import torch
 
+from alignment.diagnose.resume_doctor import examine_checkpoint
 from alignment.errors import InputError
 from alignment.rl.gkd_run import run_gkd
 from alignment.rl.gkd_trainer import COMPLETIONS
@@ -129,7 +130,8 @@ def test_replicas_and_a_teacher_on_the_workers_train_alike(distil):
 def test_the_adapter_is_trained_and_its_base_teaches(distil, pupils):
     """With one view, a fresh adapter is its own teacher: no loss, nothing to learn. With a hint it has something to."""
     own = {"gkd__lora__rank": 4, "gkd__teacher_model": None, "gkd__lmbda": 0.0}
-    idle = distil(trainer__total_training_steps=1, **own)
+    idle = distil(trainer__total_training_steps=1, trainer__save_freq=1, **own)
+    assert examine_checkpoint(idle.directory / "checkpoints") == ()
     eps = torch.finfo(torch.float32).eps
     assert abs(idle.metrics[0]["student/loss"]) <= 105 * eps and idle.metrics[0]["student/agreement"] == 1.0
     taught = distil(data__train_files=[str(pupils / "opsd.jsonl")], trainer__total_training_steps=30, **own)

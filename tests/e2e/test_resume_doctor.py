@@ -16,6 +16,7 @@ from alignment.cli import app
 from alignment.diagnose.resume_doctor import examine_checkpoint
 from alignment.errors import InputError
 from alignment.rl.run import run_dapo
+from alignment.weights.checkpoint import load_model
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,65 @@ def test_what_no_gradient_moves_has_no_moments(checkpoints):
     save_file(state | mains | {bias: torch.zeros(4)}, file)
     (found,) = problems(checkpoints)
     assert "the state of lm_head.weight is not whole" in found
+
+
+@pytest.fixture(scope="module", params=["golden", "fsdp"])
+def adapted(world, tmp_path_factory, request):
+    """One step of a run that trains an adapter; its actor."""
+    directory = tmp_path_factory.mktemp(f"adapted-{request.param}")
+    settings = {
+        "engine__train": request.param, "actor_rollout_ref__actor__fsdp_config__model": "golden",
+        "actor_rollout_ref__model__lora_rank": 2, "trainer__save_freq": 1, "trainer__total_training_steps": 1,
+    }  # fmt: skip
+    run_dapo(dapo_world.config(world, **settings), run_dir=directory)
+    return directory / "checkpoints" / "global_step_1" / "actor"
+
+
+def test_an_adapter_leaves_a_checkpoint_that_is_trusted(adapted, world):
+    """Its weights are the merged ones, in a form that everything else reads too."""
+    assert problems(adapted.parents[1]) == problems(adapted) == []
+    merged, before = (load_model(p, dtype=torch.float32, device="cpu").state_dict() for p in (adapted, world / "model"))
+    moved = {name for name in before if not torch.equal(merged[name], before[name])}
+    assert moved and not any(name.endswith(("embed_tokens.weight", "lm_head.weight", "norm.weight")) for name in moved)
+
+
+def test_what_an_adapter_leaves_frozen_has_no_moments_and_its_factors_have(adapted, tmp_path):
+    step = shutil.copytree(adapted.parent, tmp_path / "global_step_1")
+    (file,) = [*(step / "actor").glob("optimizer.safetensors"), *(step / "actor").glob("shard_rank_0.safetensors")]
+    state = load_file(file)
+    factor = next(key.removeprefix("exp_avg.") for key in sorted(state) if key.startswith("exp_avg.down."))
+    mains = {f"main.{key.removeprefix('exp_avg.')}": state[key].clone() for key in state if key.startswith("exp_avg.")}
+    save_file(mains | {k: t for k, t in state.items() if not k.startswith("exp_avg") or not k.endswith(factor)}, file)
+    (found,) = problems(step)
+    assert f"the state of {factor} is not whole" in found
+    save_file(mains | state | {"main.lm_head.weight": torch.zeros(2)}, file)
+    assert problems(step) == []
+
+    def in_distillation(state):
+        state["config"]["gkd.lora.rank"] = state["config"].pop("actor_rollout_ref.model.lora_rank")
+
+    edit(step / "state.json", in_distillation)
+    assert problems(step) == []
+    edit(step / "state.json", lambda d: d["config"].pop("gkd.lora.rank"))
+    (found,) = problems(step)
+    assert "the state of lm_head.weight is not whole" in found
+
+
+@pytest.mark.parametrize("adapted", ["golden"], indirect=True)
+@pytest.mark.parametrize("key", ["base_model.lm_head.weight", "down.", "up."])
+def test_an_adapter_that_no_longer_can_resume(adapted, tmp_path, key):
+    step = shutil.copytree(adapted.parent, tmp_path / "global_step_1")
+    file = step / "actor" / "lora.safetensors"
+    state = load_file(file)
+    lost = next(name for name in sorted(state) if name.startswith(key))
+    save_file({name: tensor for name, tensor in state.items() if name != lost}, file)
+    assert problems(step) == [f"{file}: {lost} is missing; found 1 such keys are not there"]
+    file.write_bytes(b"cut")
+    (found,) = problems(step)
+    assert found.startswith(f"{file}: truncated or not safetensors")
+    file.unlink()
+    expected = "the adapter is missing: the weights beside it are merged, and no resume can take them apart"
+    assert problems(step) == [f"{file}: {expected}"]
 
 
 def test_a_distributed_checkpoint_is_held_to_what_was_written(tmp_path):

@@ -13,6 +13,7 @@ from alignment.errors import InputError
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
 from alignment.rl.lora import LoraModel, LoraSettings, LoraTrainingEngine
+from alignment.weights.checkpoint import load_model
 
 CONFIG = dataclasses.replace(preset("tiny-moonlight"), num_hidden_layers=2, vocab_size=40)
 IDS = torch.tensor([[1, 5, 7, 9], [2, 4, 6, 8]])
@@ -99,6 +100,14 @@ def test_an_engine_trains_saves_and_exports(tmp_path):
     second = engine()
     second.load_state(tmp_path)
     assert all(torch.equal(a, exported[n]) for n, a in second.export_weights())
+    saved = load_model(tmp_path, dtype=torch.float64, device="cpu").state_dict()
+    assert saved.keys() == base.keys() and all(torch.equal(saved[n], t) for n, t in exported.items())
+    for resumed in (first, second):
+        resumed.update([{"input_ids": IDS}], lambda o, m: (o["x"].sum(), {}), stage="update_student")
+    assert all(torch.equal(t, first.model.state_dict()[n]) for n, t in second.model.state_dict().items())
+    (tmp_path / "lora.safetensors").unlink()
+    with pytest.raises(InputError, match="lora.safetensors: the checkpoint lacks a file"):
+        engine().load_state(tmp_path)
 
 
 @pytest.mark.engine
