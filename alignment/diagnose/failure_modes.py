@@ -262,7 +262,7 @@ def _bubble(run: RunData) -> Iterator[FailureMode]:
 
 def _ramp(stages: int, chunks: int, count: int, step: int) -> Iterator[FailureMode]:
     ramp = (stages - 1) / chunks
-    share = ramp / (count + ramp)
+    share = ramp / (count + ramp) if ramp else 0.0
     if share >= BUBBLE:
         yield FailureMode(
             name="pipeline bubble",

@@ -16,6 +16,11 @@ from alignment.rl.tracking import METRICS, RANKS, RUN, read_series
 
 PLACES = ("trainer.", "data.train_files", "data.val_files", "ray_kwargs.", "hydra.", "model.path")
 
+_WORKLOAD = {"tokens": 0, "micro_batches": 0, "pipeline_stages": 1, "pipeline_chunks": 1}
+"""Counts that a rank tells of an update, and the least each can be."""
+_MOST = 2**53
+"""Counts below it are whole in float64, too."""
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -44,10 +49,17 @@ class RunData:
         """What each rank had to compute (:class:`alignment.backends.training.Workload`): step → stage → update → rank.
 
         Empty where a run did not record it, as verl's do not.
+
+        Raises:
+            InputError: what is recorded is not that.
         """
         path = self.directory / RANKS
         lines = read_series(path) if path.is_file() else []
-        return {line["step"]: {stage: told for stage, told in line.items() if stage != "step"} for line in lines}
+        found = {line["step"]: {stage: told for stage, told in line.items() if stage != "step"} for line in lines}
+        for step, stages in found.items():
+            for stage, updates in stages.items():
+                _require_workloads(updates, f"{path}, step {step}: {stage}")
+        return found
 
     @property
     def world_size(self) -> int:
@@ -135,6 +147,23 @@ def _require_usable(config: Mapping[str, Any], where: Path) -> None:
         Path(str(config.get(name) or "")).is_dir()
     except (OSError, ValueError) as error:
         raise InputError(f"no folder has this name ({error.__class__.__name__})", where=f"{where}: {name}") from None
+
+
+def _require_workloads(updates: Any, where: str) -> None:
+    """Refuses what are not updates, each with what every rank had to compute."""
+    if not isinstance(updates, list):
+        raise InputError("updates are a list", where=where, found=repr(updates)[:80])
+    for number, by_rank in enumerate(updates, 1):
+        if not isinstance(by_rank, list) or not by_rank:
+            raise InputError("an update has ranks", where=f"{where}, update {number}", found=repr(by_rank)[:80])
+        for rank, told in enumerate(by_rank):
+            for name, least in _WORKLOAD.items():
+                count = told.get(name) if isinstance(told, dict) else None
+                if type(count) is not int or not least <= count < _MOST:
+                    raise InputError(
+                        "a rank does not say what it had to compute", where=f"{where}, update {number}, rank {rank}",
+                        expected=f"{name}: a whole number, {least} or more", found=repr(told)[:80],
+                    )  # fmt: skip
 
 
 def _mapping(path: Path) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import yaml
 
+from alignment.backends.training import Workload
 from alignment.bisect.stack import load_stack
 from alignment.capture.collector_config import CollectorConfig, load_collector_config
 from alignment.capture.collector_data import write_key_data
@@ -118,6 +119,8 @@ def run_of_ours(root: Path) -> Path:
     _lines(root / "metrics.jsonl", [{"step": s, "actor/loss": 0.5, "reward/after_filter": 1.0} for s in (1, 2)])
     steps = (CurveStep.from_samples(step=s, prompt_ids=list("aabb"), values={"reward": [1.0] * 4}) for s in (1, 2))
     _lines(root / "groups.jsonl", [dataclasses.asdict(step) for step in steps])
+    ranks = [dataclasses.asdict(Workload(tokens=20, micro_batches=2)) for _ in range(2)]
+    _lines(root / "ranks.jsonl", [{"step": s, "update_actor": [ranks, ranks]} for s in (1, 2)])
     about = {"seed": 1, "device": "cpu", "config": "f", "total_steps": 2, "filtered": False, "workers": []}
     write_json(root / "run.json", {**about, "provenance": {"model_hash": "m", "data_hash": "d"}})
     config = load_config("dapo-tiny", [f"actor_rollout_ref.model.path={root / 'model'}"])

@@ -266,6 +266,15 @@ def test_the_micro_batches_that_ran_decide_about_the_bubble(tmp_path):
     assert find_failure_modes(recorded(tmp_path / "interleaved", *[chunks] * 4, config=STAGED)) == []
 
 
+def test_an_update_of_nothing_has_no_ramp(tmp_path):
+    """Ranks whose rows were all left out ran no micro batch; stages that wait for none only wait."""
+    nothing = {"tokens": 0, "micro_batches": 0}
+    assert find_failure_modes(recorded(tmp_path / "one", nothing, nothing)) == []
+    stages = {**nothing, "pipeline_stages": 4}
+    (mode,) = find_failure_modes(recorded(tmp_path / "four", *[stages] * 4))
+    assert mode.evidence == "4 stages and 0 micro batches: 100% of an update is ramp"
+
+
 def test_what_is_not_finite_is_a_spike(tmp_path):
     run = dataclasses.replace(a_run(tmp_path), not_finite=frozenset({(4, "actor/grad_norm")}))
     (mode,) = find_failure_modes(run)
