@@ -86,7 +86,8 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
         given = {(f.at, f.quantity) for f in found.introduced if _is_given(f) and f.origin == HANDED_ON}
         if given:
             odd = [p for node in graph.nodes.values() for p in node.inputs if (p.owner, p.quantity) in given]
-            found = _judged_without(_same_values(graph, set(map(_values, odd))), graph, noise, found)
+            found = _judged_without(_harmless(graph, found, set(map(_values, odd))), graph, noise, found)
+        _accuse_again(graph, found)
     calls, flagged = defaultdict(list), found.flagged
     for node in graph.nodes.values():
         calls[node.module].append(node)
@@ -95,6 +96,17 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
     if later:
         found.findings = [finding for finding in found.findings if finding not in later]
     return found
+
+
+def _accuse_again(graph: ModuleGraph, found: Localisation) -> None:
+    """Names what was excused beside a module that is given it and computes something else from what agrees: one of the
+    two is wrong, and which one cannot be told, where others may not have looked at what they were given."""
+    odd = {f.at for f in found.introduced if not f.quantity.startswith("in ")}
+    values = {_values(p) for node in graph.nodes.values() if node.module in odd for p in node.inputs if p.healed}
+    places = {(p.owner, p.quantity) for node in graph.nodes.values() for p in node.inputs if _values(p) in values}
+    again = [f for f in found.healed if f.status == "introduced" and (f.at, f.quantity) in places]
+    found.findings += again
+    found.healed = [f for f in found.healed if f not in again]
 
 
 def _judged_without(
@@ -155,7 +167,7 @@ def _without_effect(graph: ModuleGraph, found: Localisation) -> list[Pair]:
 
     A constant shift of all positions changes the rotation of queries and keys and no product of the two. Another input
     has to agree, to measure by; and a tensor that does no harm in one module is no fault of itself in the next one,
-    so all that hold the same values are meant.
+    so all that hold the same values are meant: see :func:`_harmless` for the exceptions.
     """
     if not found.findings:
         return []
@@ -168,10 +180,19 @@ def _without_effect(graph: ModuleGraph, found: Localisation) -> list[Pair]:
             clean = [p for p in inputs if id(p) not in found.diverging]
             if _agrees(node, _largest_error(clean), flagged):
                 equal.update(_values(pair) for pair in odd)
-    return _same_values(graph, equal)
+    return _harmless(graph, found, equal)
 
 
-def _same_values(graph: ModuleGraph, values: set[tuple]) -> list[Pair]:
+def _harmless(graph: ModuleGraph, found: Localisation, values: set[tuple]) -> list[Pair]:
+    """All pairs that hold these values, but for what a module computed wrongly, and what leaves the run.
+
+    A module that agrees may not have looked at the tensor: that excuses nobody who computed it, and says nothing of
+    what is done with it outside.
+    """
+    wrong = {(f.at, f.quantity) for f in found.introduced if not f.quantity.startswith("in ")}
+    for node in graph.nodes.values():
+        kept = [p for p in node.outputs if node.parent is None or (p.owner, p.quantity) in wrong]
+        values = values.difference(map(_values, kept))
     every = (pair for node in graph.nodes.values() for pair in (*node.inputs, *node.outputs))
     return [pair for pair in every if _values(pair) in values]
 
