@@ -24,6 +24,11 @@ DIRECTIONS: tuple[str, ...] = ("forward", "backward")
 ROLES: tuple[str, ...] = ("input", "output")
 
 
+CHAIN = 64
+"""Additions in float32 that follow one another in a capture's own sums (``reduction.cpp``: 1024 elements in 16 lanes); the
+rest is float64, or chains so short that they add nothing to speak of."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Statistics:
     """What two passes over a tensor tell.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alignment.capture.record import Statistics
+from alignment.capture.record import CHAIN, Statistics
 
 CHUNK = 1 << 16
 """Elements per pass over a pair of tensors: both sides and their difference stay in a core's cache."""
@@ -59,11 +59,6 @@ _ROUNDING = {dtype: roundoff * _UNIFORM * math.sqrt(2.0) for dtype, roundoff in 
 RESOLUTION = 2.0**-22
 """What is left of the difference of two equal tensors when their sketches, sums in float32, were made in another order:
 2⁻²⁴ per addition, about sixteen additions deep in random directions."""
-
-
-CHAIN = 64
-"""Additions in float32 that follow one another in a capture's own sums (``capture/reduction.cpp``: 1024 elements in 16
-lanes); the rest is float64."""
 
 
 def signed_resolution(size: float, mean: float, count: int) -> tuple[float, float]:

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alignment.capture import kernel as module
+from alignment.capture import reduction
+from alignment.capture.record import CHAIN
 from alignment.capture.reduction import Reducer
 from alignment.numerics.random import portable_normal
 from alignment.numerics.sketch import FOLD, sketch_array, sketch_tables
@@ -186,3 +188,29 @@ def test_samples_of_any_layout_are_reduced_alike():
     for s, sketch in answers.values():
         assert (s[0], s[1], s[6]) == (exact.max(), exact.min(), len(exact))
         assert np.linalg.norm(sketch - first) <= 32 * EPS * float(exact.norm())
+
+
+def one_after_the_other(t, dim):
+    """How some devices add: NumPy's running sums are in float32."""
+    return torch.from_numpy(np.add.accumulate(t.numpy(), axis=dim)[..., -1].copy())
+
+
+def test_a_device_that_adds_in_one_chain_is_given_short_ones(monkeypatch):
+    x = portable_normal((1 << 20) + 77, seed=4, stream="x", dtype=torch.float32).square()
+    exact = float(x.double().sum())
+    monkeypatch.setattr(torch.Tensor, "sum", one_after_the_other)
+    partial = reduction._partial(x)
+    lost = abs(float(np.sum(partial.numpy(), dtype=np.float64)) / exact - 1)
+    levels = math.ceil(math.log(len(x) / CHAIN / reduction._PARTIALS, reduction._LATER))
+    # every addition of positive numbers loses half a unit in the last place of its result at most
+    bound = (CHAIN + reduction._LATER * levels) * EPS / 2
+    assert len(partial) <= reduction._PARTIALS
+    assert lost <= bound
+    assert abs(float(one_after_the_other(x, 0)) / exact - 1) > bound, "the chain of all loses more"
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 512, 513, 40_000])
+def test_sums_for_the_host_are_those_of_all_elements(n):
+    x = torch.ones(n)
+    assert float(reduction._partial(x).double().sum()) == n
+    assert reduction._squares(2 * x.numpy()) == 4 * n

@@ -8,9 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from alignment.capture.record import CHAIN
 from alignment.diagnose import noise as model_of_noise
 from alignment.diagnose.capture_comparison import load_noise
-from alignment.diagnose.difference import CHAIN, Difference, rounding, signed_resolution
+from alignment.diagnose.difference import Difference, rounding, signed_resolution
 from alignment.diagnose.localise import Localisation, localise
 from alignment.diagnose.module_graph import Edge, Pair
 from alignment.diagnose.noise import DISPERSION, FALSE_ALARM, FAMILIES, FEWEST, NoiseModel, student
