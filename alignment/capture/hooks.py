@@ -33,7 +33,8 @@ class HookedModule:
     parent: str
     module: nn.Module = field(repr=False, compare=False)
     holds_samples: bool = True
-    absorbs: bool = False
+    absorbed: str = ""
+    """The layer whose work it may do without calling it, by the name its calls have."""
 
 
 @dataclass
@@ -102,17 +103,20 @@ class ModuleHooks:
         containers = (nn.ModuleList, nn.ModuleDict)
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
+        whole_names = {id(m): ".".join(filter(None, (self.prefix, names[name]))) for name, m in modules.items()}
         first = self.record.next_call(f"{self.prefix}\0settings") == 0
         settings = self.settings if first else None
         for name, module in modules.items():
             if isinstance(module, containers):
                 continue
-            whole = ".".join(filter(None, (self.prefix, names[name])))
+            whole = whole_names[id(module)]
             root = module is self.model
             if not root and not self.takes(whole):
                 continue
             parent = self._parent(name, modules, names)
-            hooked = HookedModule(whole, type(module).__name__, parent, module, holds_samples(whole), absorbs(module))
+            # A layer that several modules hold runs under the first of its names.
+            absorbed = whole_names[id(module._modules[LAYER])] if absorbs(module) else ""
+            hooked = HookedModule(whole, type(module).__name__, parent, module, holds_samples(whole), absorbed)
             taken = self.takes(whole)
             self._handles.append(
                 module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
@@ -241,7 +245,7 @@ class ModuleHooks:
                         self._row(frame, "forward", "output", path, t, self._reduce(hooked, path, t))
                 if self.parameters and torch._C._current_graph_task_id() == -1:
                     self._record_parameters(hooked)
-                    if hooked.absorbs:
+                    if hooked.absorbed:
                         self._record_absorbed(hooked)
                 if self.backward and self.modules and torch.is_grad_enabled():
                     self._hook_graph(frame, results)
@@ -279,7 +283,7 @@ class ModuleHooks:
 
     def _record_absorbed(self, hooked: HookedModule) -> None:
         """The weight of a layer whose work its parent has done without calling it."""
-        name = f"{hooked.name}.{LAYER}" if hooked.name else LAYER
+        name = hooked.absorbed
         if self.record.calls_of(name) or not self.takes(name):
             return
         weight, told = absorbed_weight(hooked.module)
