@@ -18,20 +18,25 @@ DERIVED = (("w_uk_t", "w_uv"), ("W_UK_T", "W_UV"))
 def absorbs(module: nn.Module) -> bool:
     """Whether ``module`` has a form in which it does without a call of :data:`LAYER`."""
     layer = module._modules.get(LAYER)
-    return isinstance(getattr(layer, "weight", None), Tensor) and any(
-        all(hasattr(module, name) for name in names) for names in DERIVED
-    )
+    return layer is not None and layer._parameters.get("weight") is not None and _derived(module)
 
 
-def absorbed_weight(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """The weight [heads · (nope + v), rank] that ``module`` computes with, and the tensor whose version is its own.
+def absorbed_parts(module: nn.Module) -> tuple[Tensor, ...]:
+    """What ``module`` computes with: W_UK transposed and W_UV or, where nothing is derived, the layer's own weight."""
+    for names in DERIVED:
+        parts = tuple(getattr(module, name, None) for name in names)
+        if all(isinstance(part, Tensor) for part in parts):
+            return parts
+    return (module._modules[LAYER].weight,)
 
-    Without derived tensors it is the layer's own weight.
-    """
-    for key, value in DERIVED:
-        w_uk_t, w_uv = getattr(module, key, None), getattr(module, value, None)
-        if isinstance(w_uk_t, Tensor) and isinstance(w_uv, Tensor):
-            together = torch.cat([w_uk_t.detach(), w_uv.detach().transpose(1, 2)], dim=1)
-            return together.flatten(0, 1), w_uk_t
-    weight = module._modules[LAYER].weight
-    return weight, weight
+
+def joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """The weight [heads · (nope + v), rank] that ``parts`` are of."""
+    if len(parts) == 1:
+        return parts[0]
+    w_uk_t, w_uv = (part.detach() for part in parts)
+    return torch.cat([w_uk_t, w_uv.transpose(1, 2)], dim=1).flatten(0, 1)
+
+
+def _derived(module: nn.Module) -> bool:
+    return any(all(hasattr(module, name) for name in names) for names in DERIVED)

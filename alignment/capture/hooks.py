@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.capture.absorbed import LAYER, absorbed_weight, absorbs
+from alignment.capture.absorbed import LAYER, absorbed_parts, absorbs, joined
 from alignment.capture.leaves import call_leaves, output_leaves
 from alignment.capture.record import Shard, holds_samples
 from alignment.capture.reduction import Reduced
@@ -286,11 +286,11 @@ class ModuleHooks:
         name = hooked.absorbed
         if self.record.calls_of(name) or not self.takes(name):
             return
-        weight, told = absorbed_weight(hooked.module)
-        if not self.record.first_time(f"{name}.weight", told):
+        parts = absorbed_parts(hooked.module)
+        if not self.record.first_time(f"{name}.weight", *parts, exchanged=len(parts) > 1):
             return
         layer = hooked.module._modules[LAYER]
-        t, shard = local_tensor(weight), parameter_shard(layer.weight, layer)
+        t, shard = local_tensor(joined(parts)), parameter_shard(layer.weight, layer)
         self.record.row(
             f"{name}.weight", "", "parameter", "forward", 0, "input", "weight", name, t,
             self.record.reduce(t, shard=shard, by_sample=False), shard,

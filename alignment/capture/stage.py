@@ -110,9 +110,15 @@ class StageRecord:
         """How often ``name`` was called so far."""
         return self._calls.get(name, 0)
 
-    def first_time(self, name: str, parameter: Tensor) -> bool:
-        """Whether a parameter is not recorded yet as it is now."""
-        state = (parameter._version,)
+    def first_time(self, name: str, *parts: Tensor, exchanged: bool = False) -> bool:
+        """Whether a parameter, or what it is made up of, is not recorded yet as it is now.
+
+        Args:
+            name: the parameter's.
+            parts: its tensors. Those that inference mode made count no versions.
+            exchanged: whether another tensor in a part's place is another state, too.
+        """
+        state = tuple((id(t) if exchanged else 0, 0 if t.is_inference() else t._version) for t in parts)
         if self._parameters.get(name) == state:
             return False
         self._parameters[name] = state

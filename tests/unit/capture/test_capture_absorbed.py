@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from alignment.capture import hooks
 from alignment.capture.config import CaptureConfig
 from alignment.capture.own_format import OwnCapture
 from alignment.capture.session import capture
@@ -85,3 +86,35 @@ def test_the_layer_of_an_inner_module_is_compared_under_its_own_name(tmp_path, a
         assert (stage.first.module, stage.first.quantity) == ("layer.kv_b_proj", "parameter weight")
     else:
         assert stage.aligned, stage.reason()
+
+
+CHANGES = {
+    "nothing": (lambda inner: None, 1),
+    "W_UK_T is written": (lambda inner: inner.W_UK_T.mul_(2), 3),
+    "W_UV is written": (lambda inner: inner.W_UV.mul_(2), 3),
+    "both are derived anew": (lambda inner: inner.derive(), 3),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_matrices_are_put_together_where_they_have_changed(tmp_path, monkeypatch, name):
+    change, times = CHANGES[name]
+    seen = []
+    monkeypatch.setattr(hooks, "joined", lambda parts, of=hooks.joined: seen.append(parts) or of(parts))
+    target = Model(inner=True, absorbed=True)
+    kept = []
+
+    def between():
+        kept.append((target.layer.mla_attn.W_UK_T, target.layer.mla_attn.W_UV))
+        change(target.layer.mla_attn)
+
+    assert weights(captured(tmp_path, target, between=between, calls=3)) == [WEIGHT] * times
+    assert len(seen) == times
+
+
+def test_matrices_that_inference_mode_made_are_recorded(tmp_path):
+    target = Model(inner=True, absorbed=True)
+    with torch.inference_mode():
+        target.layer.mla_attn.derive()
+    assert target.layer.mla_attn.W_UV.is_inference()
+    assert weights(captured(tmp_path, target, calls=2)) == [WEIGHT]
