@@ -275,11 +275,12 @@ def read_night(folder: Path) -> NightRecord:
         ))  # fmt: skip
     missing = next((p.name for p in phases if p.outcome == "error"), "the verdict")
     cause = f"the driver of the night was killed before its verdict, at {missing}; resume with --resume"
+    resume = begun.get("resume", "")
     if _at_work(folder):
-        cause = f"the night is still running, at {missing}"
+        cause, resume = f"the night is still running, at {missing}", ""
     return NightRecord(
         identity=begun["identity"], row=begun["row"], chip=begun["chip"], began=begun["began"], outcome="error",
-        action="page", phases=tuple(phases), cause=cause,
+        action="page", phases=tuple(phases), cause=cause, resume=resume,
     )  # fmt: skip
 
 
@@ -329,7 +330,7 @@ def told(record: NightRecord) -> list[str]:
     lines += [f"  remark: {remark}" for remark in record.remarks]
     if record.page:
         lines.append(f"  page: {record.page}")
-    if record.resume and any(phase.outcome == "error" for phase in record.phases):
+    if record.resume and "error" in (record.outcome, *(phase.outcome for phase in record.phases)):
         lines.append(f"  next: {record.resume}")
     return lines
 

@@ -105,10 +105,12 @@ class NightSetting:
 
     @property
     def again(self) -> str:
-        """The command that goes on with this night."""
-        words = ["alignment", "nightly", "run", str(self.matrix.path), "--row", self.row.name, "--out", str(self.out)]
+        """The command that goes on with this night, with absolute paths: who reads it may be in another folder."""
+        words = ["alignment", "nightly", "run", str(self.matrix.path.absolute()), "--row", self.row.name]
+        words += ["--out", str(self.out.absolute())]
         words += [] if self.ray is None else ["--ray-address", self.ray]
-        words += ["--no-history"] if self.history is None else ["--history", str(self.history)]
+        words += ["--no-history"] if self.history is None else ["--history", str(self.history.absolute())]
+        words += [] if self.baselines is None else ["--baseline", str(self.baselines.absolute())]
         return shlex.join([*words, "--resume"])
 
 
@@ -254,7 +256,7 @@ class _Night:
         write_json(self.setting.out / BEGUN, {
             "schema": SCHEMA, "identity": self.identity, "row": row.name, "chip": row.chip, "began": self.began,
             "digest": self.setting.matrix.digest(row), "phases": [PROVENANCE_PHASE, *row.phases], "commit": self.commit,
-            "packages": self.packages,
+            "packages": self.packages, "resume": self.setting.again,
         })  # fmt: skip
 
     def _provenance(self) -> PhaseRecord:

@@ -680,3 +680,45 @@ def test_a_night_says_how_to_go_on_with_it_and_that_is_a_command(drive, tmp_path
     done = CliRunner().invoke(app, [*again.split()[1:], "--json"])
     assert done.exit_code == 0, done.output
     assert not any("next:" in line for line in told(read_night(tmp_path / "night")))
+
+
+def test_the_command_that_goes_on_names_all_that_was_given_wherever_it_is_typed(drive, monkeypatch, tmp_path):
+    drive({"it": phase(OK)})  # writes the matrix
+    monkeypatch.chdir(tmp_path)
+    matrix = read_matrix(Path("m.yaml"))
+    setting = NightSetting(
+        matrix=matrix, row=matrix.row("cpu"), out=Path("a night"), ray="auto", history=Path("h.sqlite"),
+        baselines=Path("stored"),
+    )  # fmt: skip
+    assert setting.again == (
+        f"alignment nightly run {tmp_path}/m.yaml --row cpu --out '{tmp_path}/a night' --ray-address auto "
+        f"--history {tmp_path}/h.sqlite --baseline {tmp_path}/stored --resume"
+    )
+    bare = replace(setting, ray=None, history=None, baselines=None).again
+    assert bare == f"alignment nightly run {tmp_path}/m.yaml --row cpu --out '{tmp_path}/a night' --no-history --resume"
+
+
+@pytest.mark.parametrize("killed_at", ["_attempt", "_conclude"])
+def test_a_killed_night_says_how_to_go_on_with_it(drive, monkeypatch, tmp_path, killed_at):
+    phases, running = {"it": phase(OK)}, []
+
+    def killed(*_):
+        running.append(told(read_night(tmp_path / "night")))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(night_driver._Night, killed_at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            drive(phases)
+    # Who is at work needs nobody to go on for him.
+    assert "the night is still running" in running[0][0] and not any("next:" in line for line in running[0])
+    again = f"alignment nightly run {tmp_path}/m.yaml --row cpu --out {tmp_path}/night"
+    again += f" --history {tmp_path}/h.sqlite --resume"
+    assert told(read_night(tmp_path / "night"))[-1] == f"  next: {again}"
+    begun = tmp_path / "night" / "begun.json"
+    about = read_json(begun)
+    del about["resume"]  # as nights before this were begun
+    write_json(begun, about)
+    assert read_night(tmp_path / "night").resume == ""
+    done = CliRunner().invoke(app, [*again.split()[1:], "--json"])
+    assert done.exit_code == 0, done.output
