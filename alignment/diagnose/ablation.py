@@ -36,6 +36,7 @@ NAMED: Mapping[str, tuple[str, ...]] = {
     "nondeterministic": ("trainer.deterministic=false",),
 }
 """Factors known by name: the way the first weights take into megatron-core, context parallelism, determinism."""
+SEED = "trainer.seed"
 _READ_BY = {MEGATRON: "megatron", "actor_rollout_ref.actor.fsdp_config.": "fsdp"}
 """Settings that one engine reads and the others ignore."""
 
@@ -123,7 +124,7 @@ def check_settings(configs: Mapping[frozenset[str], tuple[Sequence[str], TrainCo
         configs: the faults that are on and the configuration of every setting, that of the base (no factor) among them.
 
     Raises:
-        InputError: a factor that changes nothing, or what its engine does not read; parallel sizes that do not fit the
+        InputError: a factor that changes nothing, the seed, or what its engine does not read; parallel sizes that do not fit the
             ranks or the model; a distributed checkpoint that holds other weights.
         UnavailableError: a setting takes megatron-core, which is not installed.
     """
@@ -138,6 +139,14 @@ def check_settings(configs: Mapping[frozenset[str], tuple[Sequence[str], TrainCo
             where = f"--factor {next(iter(setting))}"
             if not changed and list(faults) == list(base_faults):
                 raise InputError("the factor changes nothing: the base has these values", where=where)
+            if SEED in changed:
+                raise InputError(
+                    f"the factor changes {SEED}, which every setting takes in turn from the seeds that all share",
+                    where=where,
+                    expected="a factor without it",
+                    found=f"{SEED}={config.trainer.seed}",
+                    next_step="--seeds N says how many seeds",
+                )
             for key in changed:
                 engine = next((e for prefix, e in _READ_BY.items() if key.startswith(prefix)), config.engine.train)
                 if engine != config.engine.train:

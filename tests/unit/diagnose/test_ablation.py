@@ -179,6 +179,11 @@ MEGATRON = ("engine.train=megatron", "trainer.n_gpus_per_node=2")
     (["--factor", "shard:actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false", *MEGATRON],
      "reshard_after_forward, which is not read by this engine.*expected engine.train=fsdp"),
     (["--factor", "mbridge", *MEGATRON], "--factor mbridge: the factor changes nothing"),
+    (["--factor", "s:trainer.seed=7"],
+     "--factor s: the factor changes trainer.seed, which every setting takes in turn from the seeds that all share; "
+     "expected a factor without it; found trainer.seed=7. Next: --seeds N says how many seeds"),
+    (["--full", "--factor", "nondeterministic", "--factor", "both:actor_rollout_ref.actor.optim.lr=1,trainer.seed=7"],
+     "--factor both: the factor changes trainer.seed"),
     (["--factor", "cp", "engine.train=megatron"],
      r"the number of ranks.*expected a multiple of 2 \(tensor · pipeline · context parallel sizes\); found 1"),
     (["--factor", "cp:actor_rollout_ref.actor.megatron.context_parallel_size=3", *MEGATRON],
