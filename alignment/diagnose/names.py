@@ -15,7 +15,9 @@ from pathlib import Path
 
 from alignment.errors import InputError
 
-WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "module")
+WRAPPERS = (
+    "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "module", "base_model",
+)  # fmt: skip
 """Path elements that wrappers put in front of what they wrap; they compute nothing."""
 
 _WHOLE = {

@@ -41,6 +41,7 @@ def test_fused_layers_are_those_of_vllm():
     [
         ("_fsdp_wrapped_module.model.layers.1._checkpoint_wrapped_module.mlp", "model.layers.1.mlp"),
         ("_orig_mod.lm_head", "lm_head"),
+        ("base_model.model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"),
         ("module.module.decoder.layers.0.mlp.router", "model.layers.0.mlp.gate"),
         ("vision.blocks.3.attn", "vision.blocks.3.attn"),
         ("", ""),
