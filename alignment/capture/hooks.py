@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from alignment.capture.absorbed import LAYER, absorbed_parts, absorbs, joined
 from alignment.capture.leaves import call_leaves, output_leaves
@@ -104,10 +105,12 @@ class ModuleHooks:
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
         whole_names = {id(m): ".".join(filter(None, (self.prefix, names[name]))) for name, m in modules.items()}
+        # What replaces a weight where it is read (an adapter, a norm of weights) is no part of the model to compare.
+        replacing = {id(m) for module in modules.values() for m in _parametrizations(module)}
         first = self.record.next_call(f"{self.prefix}\0settings") == 0
         settings = self.settings if first else None
         for name, module in modules.items():
-            if isinstance(module, containers):
+            if isinstance(module, containers) or id(module) in replacing:
                 continue
             whole = whole_names[id(module)]
             root = module is self.model
@@ -116,7 +119,7 @@ class ModuleHooks:
             parent = self._parent(name, modules, names)
             # A layer that several modules hold runs under the first of its names.
             absorbed = whole_names[id(module._modules[LAYER])] if absorbs(module) else ""
-            hooked = HookedModule(whole, type(module).__name__, parent, module, holds_samples(whole), absorbed)
+            hooked = HookedModule(whole, _class_name(module), parent, module, holds_samples(whole), absorbed)
             taken = self.takes(whole)
             self._handles.append(
                 module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
@@ -125,6 +128,9 @@ class ModuleHooks:
             if settings is not None and taken:
                 with self.record.own_work():
                     self.record.settings(whole, hooked.class_name, settings.of(module))
+            if self.parameters and taken and parametrize.is_parametrized(module):
+                for local, read in module.parametrizations.items():
+                    self._handles.append(read.register_forward_hook(self._replaced(hooked, local)))
             if self.parameter_gradients and self.backward and taken:
                 for local, parameter in module._parameters.items():
                     if parameter is not None and parameter.requires_grad and id(parameter) not in self._seen_parameters:
@@ -274,12 +280,29 @@ class ModuleHooks:
             name = f"{hooked.name}.{local}" if hooked.name else local
             if not self.record.first_time(name, parameter):
                 continue
-            t = local_tensor(parameter)
-            shard = parameter_shard(parameter, hooked.module)
-            self.record.row(
-                name, "", "parameter", "forward", 0, "input", local, hooked.name, t,
-                self.record.reduce(t, shard=shard, by_sample=False), shard,
-            )  # fmt: skip
+            self._parameter_row(hooked, name, local, parameter)
+
+    def _replaced(self, hooked: HookedModule, local: str) -> Callable:
+        """For the weight that a module reads in the place of its parameter ``local``. It is taken as it is read: to ask
+        for it would compute it again, which gathers shards, and in spectral norm changes the next one.
+        """
+        name = f"{hooked.name}.{local}" if hooked.name else local
+
+        def hook(module: nn.Module, args: tuple, weight: Any) -> None:
+            if not self.record.active or not self._taken or torch._C._current_graph_task_id() != -1:
+                return
+            with self.record.own_work():
+                if isinstance(weight, Tensor) and self.record.first_time(name, weight):
+                    self._parameter_row(hooked, name, local, weight.detach())
+
+        return hook
+
+    def _parameter_row(self, hooked: HookedModule, name: str, local: str, parameter: Tensor) -> None:
+        t, shard = local_tensor(parameter), parameter_shard(parameter, hooked.module)
+        self.record.row(
+            name, "", "parameter", "forward", 0, "input", local, hooked.name, t,
+            self.record.reduce(t, shard=shard, by_sample=False), shard,
+        )  # fmt: skip
 
     def _record_absorbed(self, hooked: HookedModule) -> None:
         """The weight of a layer whose work its parent has done without calling it."""
@@ -413,6 +436,15 @@ class _Contribution:
         self._hooks.closed(self._key)
         if total is not None and self._hooks.record.active:
             self._hooks.gradient(self._frame, "output", self._path, total, self._samples)
+
+
+def _parametrizations(module: nn.Module) -> list[nn.Module]:
+    return list(module.parametrizations.modules()) if parametrize.is_parametrized(module) else []
+
+
+def _class_name(module: nn.Module) -> str:
+    name = type(module).__name__
+    return name.replace("Parametrized", "", 1) if parametrize.is_parametrized(module) else name
 
 
 def _collect(wanted: Sequence[tuple[int, _Contribution]]) -> Callable:

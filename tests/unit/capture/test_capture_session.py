@@ -15,6 +15,7 @@ import pytest
 import torch
 from capture_model import Norm, batch, make_model, train
 from torch import nn
+from torch.nn.utils import parametrize
 
 from alignment.capture import own_format
 from alignment.capture.config import CaptureConfig
@@ -142,6 +143,41 @@ def test_operators_carry_their_module_their_numbers_and_their_direction(tmp_path
         "parameter",
         "parameter_gradient",
     }
+
+
+class Halved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, weight):
+        return weight * self.by
+
+
+def test_a_weight_that_is_replaced_where_it_is_read_is_recorded_as_it_was_read(tmp_path):
+    def adapted():
+        model = make_model()
+        parametrize.register_parametrization(model.twice, "weight", Halved())
+        nn.utils.parametrizations.spectral_norm(model.head)
+        return model
+
+    def names(reader, kind):
+        return {r.module for r in rows_of(reader) if r.kind == kind}
+
+    model = adapted()
+    reader, seen = captured(tmp_path, CaptureConfig(detail="tensor"), model=model)
+    read = {r.module: r.tensor() for r in rows_of(reader, kind="parameter")}
+    with torch.no_grad():
+        expected = make_model().twice.weight * 0.5
+    assert np.array_equal(read["twice.weight"], expected.numpy())
+    assert np.linalg.norm(read["head.weight"], 2) < np.linalg.norm(make_model().head.weight.detach().numpy(), 2)
+    plain, _ = captured(tmp_path / "plain", CaptureConfig(detail="tensor"))
+    assert names(reader, "module") == names(plain, "module") and names(reader, "parameter") == names(plain, "parameter")
+    assert {r.class_name for r in rows_of(reader, kind="module", module="twice")} == {"Linear"}
+    # a spectral norm takes a step at every read
+    alone = adapted()
+    assert all(torch.equal(a, b) for a, b in zip(train(alone, 1), seen, strict=True))
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in alone.state_dict().items())
 
 
 def test_activation_checkpointing_records_a_call_once(tmp_path):

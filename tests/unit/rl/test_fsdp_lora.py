@@ -9,7 +9,11 @@ import torch
 
 from alignment.backends.fsdp_training import FsdpSettings
 from alignment.backends.training import OptimizerConfig
+from alignment.capture.config import CaptureConfig
+from alignment.capture.own_format import OwnCapture
+from alignment.capture.session import capture
 from alignment.devices.base import get_device
+from alignment.diagnose.capture_comparison import compare_captures
 from alignment.errors import InputError
 from alignment.models.causal_lm import CausalLM
 from alignment.models.config import preset
@@ -129,3 +133,40 @@ def test_the_experts_of_a_layer_are_adapted_together():
         sharded(settings=some, model="transformers")
     with pytest.raises(InputError, match="here: no weight of the model is adapted; expected all-linear, or some of"):
         sharded(settings=dataclasses.replace(some, target_modules=("qkv",)))
+
+
+ONE_LAYER = dataclasses.replace(CONFIG, num_hidden_layers=1, first_k_dense_replace=0)
+
+
+def captured(directory, model, run) -> OwnCapture:
+    with capture(model, CaptureConfig(backward=False), directory=directory) as session, session.step(0):
+        run()
+    assert session.failure is None
+    return OwnCapture(directory)
+
+
+@pytest.mark.parametrize("of", ["plain", "adapted"])
+def test_a_capture_of_it_pairs_with_every_module_of_the_model(tmp_path, monkeypatch, of):
+    monkeypatch.setattr(f"{__name__}.CONFIG", ONE_LAYER)
+    engine = sharded(torch.float32)
+    updated(engine)
+    merged = base(torch.float32)
+    merged.load_state_dict(dict(engine.export_weights()))
+    if of == "plain":
+        first = captured(tmp_path / "a", merged, lambda: outputs(merged, ROWS))
+    else:
+        theirs = golden(torch.float32)
+        updated(theirs)
+        first = captured(tmp_path / "a", theirs.model, lambda: theirs.forward([ROWS], stage="old_log_prob"))
+    learned = captured(tmp_path / "b", engine.model, lambda: engine.forward([ROWS], stage="old_log_prob"))
+    stage = compare_captures(first, learned).stages[0]
+    assert stage.failures == [] and stage.aligned, stage.reason()
+    modules = {row.module for row in learned.rows(0, "train", 0) if row.kind == "module"}
+    assert modules == {name for name, m in merged.named_modules() if not isinstance(m, torch.nn.ModuleList)}
+    parameters = {row.module for row in learned.rows(0, "train", 0) if row.kind == "parameter"}
+    assert parameters >= {name for name in LoraModel(base(), SETTINGS).targets if ".experts." not in name}
+    forgotten = sharded(torch.float32)
+    fresh = captured(tmp_path / "c", forgotten.model, lambda: forgotten.forward([ROWS], stage="old_log_prob"))
+    stage = compare_captures(first, fresh).stages[0]
+    assert stage.failures == [] and not stage.aligned
+    assert stage.first.quantity == "parameter weight" and stage.first.module.endswith("_proj"), stage.reason()
