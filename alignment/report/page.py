@@ -267,6 +267,8 @@ def _band(run: Path, baselines: Path) -> dict[str, Any] | None:
         stored = load_curves(path)
         if not fingerprints & {curve.config for curve in stored.runs}:
             continue
+        if not all("reward" in step.groups for curve in stored.runs for step in curve.steps):
+            continue  # a distillation has none
         rows: dict[int, list[float]] = {}
         for curve in stored.runs:
             for step in curve.steps:

@@ -200,6 +200,16 @@ def test_the_command_writes_it_beside_the_run(run):
     assert Path(json.loads(shown.output)["page"]) == run / "report.html"
 
 
+@pytest.mark.parametrize(("preset", "banded"), [("dapo-tiny", True), ("gkd-tiny", False)])
+def test_the_band_is_of_rewards_and_a_distillation_has_none(tmp_path, preset, banded):
+    from alignment.baseline.runs import load_curves
+
+    stored = load_curves(next(STORED.glob(f"*/*/e2e/{preset}.curves.json")))
+    metrics(tmp_path / "run", steps=3, count=4)
+    write_json(tmp_path / "run" / "run.json", {"config": stored.runs[0].config})
+    assert (gather(tmp_path / "run", baselines=STORED)["band"] is not None) is banded
+
+
 def test_several_runs_stand_beside_each_other(run, tmp_path):
     metrics(tmp_path / "other", steps=3, count=4)
     reader = parsed(write_page([run, tmp_path / "other"], tmp_path / "page.html"))
