@@ -124,8 +124,8 @@ def check_settings(configs: Mapping[frozenset[str], tuple[Sequence[str], TrainCo
         configs: the faults that are on and the configuration of every setting, that of the base (no factor) among them.
 
     Raises:
-        InputError: a factor that changes nothing, the seed, or what its engine does not read; parallel sizes that do not
-            fit the ranks or the model; a distributed checkpoint that holds other weights.
+        InputError: a factor that changes nothing, the seed, or what its engine does not read; parallel sizes that do
+            not fit the ranks or the model; a distributed checkpoint that holds other weights.
         UnavailableError: a setting takes megatron-core, which is not installed.
     """
     from alignment.rl.config import flatten
