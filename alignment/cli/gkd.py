@@ -21,7 +21,9 @@ from alignment.cli.options import (
     console_on,
     find_device,
     one_thread,
+    say,
 )
+from alignment.cli.report import leave_page
 from alignment.numerics.verdict import ALIGNED, exit_code
 
 
@@ -89,9 +91,10 @@ def gkd(
             write_verdicts(directory, verdicts)
     for result in results:
         write_stack(result.directory)
+    page = leave_page(directory) if baseline is None else leave_page(directory, baselines=baseline)
     code = ALIGNED if baseline is None else exit_code(verdicts, require=require)
     if as_json:
-        document = {"run": str(directory), "metrics": results[0].metrics}
+        document = {"run": str(directory), "page": page and str(page), "metrics": results[0].metrics}
         if verdicts:
             document |= {"exit_code": code, "verdicts": [finite(v.to_dict()) for v in verdicts]}
         print(json.dumps(document, indent=1))
@@ -99,4 +102,6 @@ def gkd(
         if verdicts:
             print_verdicts(console, verdicts)
         console.print(f"{len(results[0].metrics)} steps; everything of this run: {directory}", markup=False)
+        if page is not None:
+            say(console, f"as a page: {page}")
     raise typer.Exit(code)

@@ -20,7 +20,9 @@ from alignment.cli.options import (
     console_on,
     find_device,
     one_thread,
+    say,
 )
+from alignment.cli.report import leave_page
 from alignment.numerics.verdict import ALIGNED, exit_code
 
 
@@ -78,10 +80,14 @@ def dapo(
             observers=observers,
         )
     write_stack(result.directory)
+    page = leave_page(result.directory)
     if as_json:
-        print(json.dumps({"run": str(result.directory), "metrics": result.metrics}, indent=1))
+        document = {"run": str(result.directory), "page": page and str(page), "metrics": result.metrics}
+        print(json.dumps(document, indent=1))
     else:
         console.print(f"{len(result.metrics)} steps; everything of this run: {result.directory}", markup=False)
+        if page is not None:
+            say(console, f"as a page: {page}")
     raise typer.Exit(ALIGNED)
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from alignment.cli.options import RUNS, JsonOption, RunDirOption, console_on, find_device
+from alignment.cli.options import RUNS, JsonOption, RunDirOption, console_on, find_device, say
+from alignment.cli.report import leave_page
 from alignment.errors import InputError
 from alignment.numerics.verdict import ALIGNED
 
@@ -48,10 +49,14 @@ def dapo_with_verl(
     console = console_on(as_json)
     with training_progress(console, quiet=as_json) as progress:
         result = run_verl(config, overrides, run_dir=directory, device=chosen.kind, progress=progress)
+    page = leave_page(result.directory)
     if as_json:
-        print(json.dumps({"run": str(result.directory), "metrics": result.metrics}, indent=1))
+        document = {"run": str(result.directory), "page": page and str(page), "metrics": result.metrics}
+        print(json.dumps(document, indent=1))
     else:
         console.print(f"{len(result.metrics)} steps of verl; everything of this run: {result.directory}", markup=False)
+        if page is not None:
+            say(console, f"as a page: {page}")
     raise typer.Exit(ALIGNED)
 
 

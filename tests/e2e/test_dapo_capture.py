@@ -195,6 +195,9 @@ def test_overrides_of_the_command_line_switch_it_on(tmp_path):
     assert done.exit_code == 0, done.output
     reader = OwnCapture(run / FOLDER)
     assert reader.stages(1) == ["old_log_prob"] and reader.describe()["detail"] == "statistics"
+    # A training ends with its page.
+    assert done.output.endswith(f"as a page: {run / 'report.html'}\n")
+    assert "actor/loss" in (run / "report.html").read_text()
     again = dapo("--run-dir", str(run), *small, "capture.detail=sketch")
     assert isinstance(again.exception, InputError) and "this run has a capture already" in str(again.exception)
 

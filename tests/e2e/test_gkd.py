@@ -443,6 +443,8 @@ def test_the_command_runs_resumes_and_refuses(tmp_path):
     more = alignment("gkd", "--json", "--run-dir", "run", *short, "trainer.total_training_steps=3", cwd=tmp_path)
     longer = json.loads(more.stdout)["metrics"]
     assert longer[:2] == json.loads(once.stdout)["metrics"] and len(longer) == 3
+    assert json.loads(more.stdout)["page"] == "run/report.html"
+    assert "student/loss" in (tmp_path / "run" / "report.html").read_text()
     for arguments, message in (
         (["gkd.teacher_model_server=http://x", "gkd.teacher_model=null"], "a teacher server is not supported"),
         (["gkd.bta=0.1"], "the nearest known key is gkd.beta"),
@@ -472,12 +474,15 @@ def test_the_command_judges_by_stored_curves(tmp_path, monkeypatch):
         "trainer.total_training_steps=3",
         cwd=tmp_path,
     )
+    assert done.stdout, done.stderr
     document = json.loads(done.stdout)
     assert {v["check"] for v in document["verdicts"]} == {
         "e2e/curve-gkd-tiny-agreement",
         "e2e/curve-gkd-tiny-divergence",
     }
     assert document["exit_code"] == done.returncode in (0, 1)
+    page = (tmp_path / document["page"]).read_text()
+    assert "e2e/curve-gkd-tiny-agreement" in page
     other = alignment(
         "gkd", "--executor", "inprocess", "--device", "cpu", "--baseline", "baselines", "trainer.total_training_steps=3", "gkd.beta=0.2",
         cwd=tmp_path,

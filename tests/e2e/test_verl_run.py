@@ -82,6 +82,7 @@ def run(root) -> Path:
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=LIMITS.total)
     assert done.returncode == 0, done.stderr[-4000:]
     assert [m["step"] for m in json.loads(done.stdout)["metrics"]] == list(range(1, STEPS + 1))
+    assert json.loads(done.stdout)["page"] == str(root / "a" / "report.html")
     return root / "a"
 
 

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from alignment.cli import app
+from alignment.cli.report import leave_page
 from alignment.errors import InputError
 from alignment.files import write_json
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
@@ -208,6 +209,19 @@ def test_the_band_is_of_rewards_and_a_distillation_has_none(tmp_path, preset, ba
     metrics(tmp_path / "run", steps=3, count=4)
     write_json(tmp_path / "run" / "run.json", {"config": stored.runs[0].config})
     assert (gather(tmp_path / "run", baselines=STORED)["band"] is not None) is banded
+
+
+def test_a_training_stands_without_its_page(tmp_path, capsys):
+    metrics(tmp_path / "run", steps=3, count=4)
+    page = tmp_path / "run" / "report.html"
+    assert leave_page(tmp_path / "run", baselines=tmp_path / "none") == page and page.is_file()
+    assert capsys.readouterr() == ("", "")
+    page.unlink()
+    (page / "in the way").mkdir(parents=True)
+    assert leave_page(tmp_path / "run", baselines=tmp_path / "none") is None
+    out, told = capsys.readouterr()
+    assert out == "" and told.startswith("the page was not written: ") and "report.html" in told
+    assert [path.name for path in sorted((tmp_path / "run").iterdir())] == ["metrics.jsonl", "report.html"]
 
 
 def test_several_runs_stand_beside_each_other(run, tmp_path):
