@@ -105,12 +105,14 @@ class ModuleHooks:
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
         whole_names = {id(m): ".".join(filter(None, (self.prefix, names[name]))) for name, m in modules.items()}
-        # What replaces a weight where it is read (an adapter, a norm of weights) is no part of the model to compare.
+        # What replaces a weight where it is read (an adapter, a norm of weights) is no part of the model to compare; the
+        # weight is. Its gradients alone are recorded, for another capture of the same.
         replacing = {id(m) for module in modules.values() for m in _parametrizations(module)}
         first = self.record.next_call(f"{self.prefix}\0settings") == 0
         settings = self.settings if first else None
         for name, module in modules.items():
-            if isinstance(module, containers) or id(module) in replacing:
+            replaces = id(module) in replacing
+            if isinstance(module, containers) and not replaces:
                 continue
             whole = whole_names[id(module)]
             root = module is self.model
@@ -121,22 +123,27 @@ class ModuleHooks:
             absorbed = whole_names[id(module._modules[LAYER])] if absorbs(module) else ""
             hooked = HookedModule(whole, _class_name(module), parent, module, holds_samples(whole), absorbed)
             taken = self.takes(whole)
-            self._handles.append(
-                module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
-            )
-            self._handles.append(module.register_forward_hook(self._after(hooked, taken, root), with_kwargs=True))
-            if settings is not None and taken:
-                with self.record.own_work():
-                    self.record.settings(whole, hooked.class_name, settings.of(module))
-            if self.parameters and taken and parametrize.is_parametrized(module):
-                for local, read in module.parametrizations.items():
-                    self._handles.append(read.register_forward_hook(self._replaced(hooked, local)))
+            if not replaces:
+                self._hook_calls(hooked, taken, root, settings)
             if self.parameter_gradients and self.backward and taken:
                 for local, parameter in module._parameters.items():
                     if parameter is not None and parameter.requires_grad and id(parameter) not in self._seen_parameters:
                         self._seen_parameters.add(id(parameter))
                         self._hook_parameter(hooked, local, parameter)
         self._seen_parameters.clear()
+
+    def _hook_calls(self, hooked: HookedModule, taken: bool, root: bool, settings: SettingsReader | None) -> None:
+        module = hooked.module
+        self._handles.append(
+            module.register_forward_pre_hook(self._before(hooked, taken, root), with_kwargs=True, prepend=False)
+        )
+        self._handles.append(module.register_forward_hook(self._after(hooked, taken, root), with_kwargs=True))
+        if settings is not None and taken:
+            with self.record.own_work():
+                self.record.settings(hooked.name, hooked.class_name, settings.of(module))
+        if self.parameters and taken and parametrize.is_parametrized(module):
+            for local, read in module.parametrizations.items():
+                self._handles.append(read.register_forward_hook(self._replaced(hooked, local)))
 
     def detach(self) -> None:
         """Removes the hooks, those in the graph included, and completes what is open."""

@@ -174,6 +174,9 @@ def test_a_weight_that_is_replaced_where_it_is_read_is_recorded_as_it_was_read(t
     plain, _ = captured(tmp_path / "plain", CaptureConfig(detail="tensor"))
     assert names(reader, "module") == names(plain, "module") and names(reader, "parameter") == names(plain, "parameter")
     assert {r.class_name for r in rows_of(reader, kind="module", module="twice")} == {"Linear"}
+    replacing = {"twice.parametrizations.weight.original", "twice.parametrizations.weight.0.by"}
+    replacing.add("head.parametrizations.weight.original")
+    assert names(reader, "parameter_gradient") - names(plain, "parameter_gradient") == replacing
     # a spectral norm takes a step at every read
     alone = adapted()
     assert all(torch.equal(a, b) for a, b in zip(train(alone, 1), seen, strict=True))
