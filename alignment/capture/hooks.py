@@ -105,8 +105,8 @@ class ModuleHooks:
         modules = dict(self.model.named_modules())
         names = global_names(self.model)
         whole_names = {id(m): ".".join(filter(None, (self.prefix, names[name]))) for name, m in modules.items()}
-        # What replaces a weight where it is read (an adapter, a norm of weights) is no part of the model to compare; the
-        # weight is. Its gradients alone are recorded, for another capture of the same.
+        # What replaces a weight where it is read (an adapter, a norm of weights) is no part of the model to compare, as
+        # the weight is. Its gradients alone are recorded, for another capture of the same.
         replacing = {id(m) for module in modules.values() for m in _parametrizations(module)}
         first = self.record.next_call(f"{self.prefix}\0settings") == 0
         settings = self.settings if first else None
