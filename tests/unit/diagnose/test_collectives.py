@@ -399,6 +399,7 @@ def test_records_of_more_ranks_of_an_earlier_run_are_removed(tmp_path):
 
 def test_ranks_start_in_a_folder_without_the_records_of_an_earlier_run(tmp_path):
     from alignment.diagnose import communication
+    from alignment.diagnose.trained_role import Policy
     from alignment.rl.config import load_config
 
     (tmp_path / RECORD.format(rank=7)).write_bytes(b"an earlier run")
@@ -411,7 +412,8 @@ def test_ranks_start_in_a_folder_without_the_records_of_an_earlier_run(tmp_path)
         def shutdown(self):
             pass
 
-    with communication._started(Executor(), load_config("dapo-tiny"), "cpu", tmp_path, record=True) as group:
+    config = load_config("dapo-tiny")
+    with communication._started(Executor(), config, "cpu", tmp_path, Policy(), record=True) as group:
         assert group == "group"
 
 
