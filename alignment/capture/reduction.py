@@ -96,7 +96,7 @@ class Reducer:
             at = shard if shard is not None and shard.runs else place
             key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), at, id(samples))
             seen = self._seen.get(key)
-            if seen is not None and seen[0].alive():
+            if seen is not None and seen[0].holds(t):
                 return seen[1]
             self._held[id(samples)] = samples
         reduced = self._reduce(t.detach(), place, samples, shard)
@@ -451,15 +451,17 @@ def _finished(parts: Sequence[_Sums]) -> tuple[float, ...]:
 
 
 class _StorageRef:
-    """Tells whether the memory of a tensor is still its own, without keeping it alive."""
+    """Tells whether a tensor lies in the same storage, without keeping it alive. A storage that lives may have given its
+    memory to another one: FSDP2 resizes to nothing what it gathered."""
 
     __slots__ = ("_ref",)
 
     def __init__(self, t: Tensor) -> None:
         self._ref = StorageWeakRef(t.untyped_storage())
 
-    def alive(self) -> bool:
-        return not self._ref.expired()
+    def holds(self, t: Tensor) -> bool:
+        """Whether ``t`` lies in the storage, which still exists."""
+        return not self._ref.expired() and self._ref == StorageWeakRef(t.untyped_storage())
 
 
 def _flat(t: Tensor, *, ordered: bool) -> Tensor:

@@ -246,6 +246,29 @@ def test_memory_that_was_given_back_and_taken_again_is_another_tensor(tmp_path):
     assert outputs == [2.0 * i for i in range(50)]
 
 
+class Regathering(nn.Module):
+    """Holds a tensor whose memory another one has by now, as FSDP2 does with what it gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        memory = np.ones(8, np.float32)
+        gathered = self.first(torch.from_numpy(memory))
+        memory[:] = 2
+        self.second(torch.from_numpy(memory))
+        return x + gathered.sum()
+
+
+def test_memory_that_a_living_tensor_gave_back_is_another_tensor(tmp_path):
+    model = Regathering()
+    with capture(model, CaptureConfig(backward=False), directory=tmp_path / "c") as session, session.step(0):
+        model(torch.zeros(1))
+    flowed = {r.module: r.statistics.max for r in rows_of(OwnCapture(tmp_path / "c"), role="output")}
+    assert (flowed["first"], flowed["second"]) == (1, 2)
+
+
 def test_a_tensor_that_passes_through_several_modules_is_reduced_once(tmp_path):
     model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Identity())
     with capture(model, CaptureConfig(), directory=tmp_path / "c") as session, session.step(0):
