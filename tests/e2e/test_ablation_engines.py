@@ -8,23 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from alignment.cli import app
-from alignment.errors import UnavailableError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron_core")]
 
 SMALL = ("engine.train=megatron", "trainer.total_training_steps=1", "data.train_batch_size=2",
          "actor_rollout_ref.actor.ppo_mini_batch_size=2", "--device", "cpu", "--metric", "actor/grad_norm")  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    """Where megatron-core is not installed, every check says so."""
-    from alignment.backends.megatron_model import installed_version
-
-    try:
-        installed_version()
-    except UnavailableError as missing:
-        pytest.skip(str(missing))
 
 
 def told(into, *arguments: str) -> dict:

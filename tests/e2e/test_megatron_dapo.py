@@ -16,12 +16,12 @@ from alignment.diagnose.failure_modes import find_failure_modes
 from alignment.diagnose.resume_doctor import examine_checkpoint
 from alignment.diagnose.run_stages import open_run
 from alignment.diagnose.triage import triage
-from alignment.errors import InputError, UnavailableError
+from alignment.errors import InputError
 from alignment.rl.run import run_dapo
 from alignment.rl.tokenizer import train_tokenizer
 from alignment.rl.tracking import GROUPS, METRICS, RANKS, read_series
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron_core")]
 
 STEPS = 4
 LIMIT_SECONDS = 400
@@ -46,19 +46,8 @@ PIPELINE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    """Where megatron-core is not installed, every check says so."""
-    from alignment.backends.megatron_model import installed_version
-
-    try:
-        installed_version()
-    except UnavailableError as missing:
-        pytest.skip(str(missing))
-
-
 @pytest.fixture(scope="module")
-def even_world(installed, tmp_path_factory):
+def even_world(megatron_core, tmp_path_factory):
     """The tiny world with a vocabulary that two tensor parallel ranks can share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from alignment.backends import megatron_dist_checkpoint
 from alignment.backends.megatron_dist_checkpoint import MARK
-from alignment.errors import InputError, UnavailableError
+from alignment.errors import InputError
 from alignment.weights.checkpoint import save_checkpoint
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron_core")]
 
 CONFIG = small_config("tiny-deepseek")
 ON_TWO = {
@@ -26,17 +26,6 @@ ON_TWO = {
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "dp2": {},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    """Where megatron-core is not installed, every check says so."""
-    from alignment.backends.megatron_model import installed_version
-
-    try:
-        installed_version()
-    except UnavailableError as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")

@@ -11,26 +11,14 @@ from alignment.baseline.check import check_case
 from alignment.baseline.record import ALLOW_DIRTY, record
 from alignment.baseline.store import BaselineStore
 from alignment.devices.base import get_device
-from alignment.errors import UnavailableError
 from alignment.numerics.verdict import Outcome
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron_core")]
 
 CASES = {case.id: case for case in layer_cases()}
 LAYERS = [name for name in CASES if name.startswith("decoder_layer")]
 DEEPSEEK_MOE, DEEPSEEK_DENSE = "decoder_layer.tiny-deepseek-moe-float32", "decoder_layer.tiny-deepseek-dense-float32"
 MOONLIGHT_DENSE = "decoder_layer.tiny-moonlight-dense-float32"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    """Where megatron-core is not installed, every check says so."""
-    from alignment.backends.megatron_model import installed_version
-
-    try:
-        installed_version()
-    except UnavailableError as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,9 @@ from safetensors.torch import load_file
 
 from alignment.backends.golden_training import GoldenTrainingEngine
 from alignment.backends.training import OptimizerConfig
-from alignment.errors import UnavailableError
 from alignment.models.causal_lm import CausalLM
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron_core")]
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, CP = "virtual_pipeline_model_parallel_size", "context_parallel_size"
@@ -86,17 +85,6 @@ LOSS_BAR, GRADIENT_BAR, GRADIENT_FLOOR = 1e-5, 1e-4, 1e-3
 # Every reduction over ranks is one more rounding in another order; measured layouts stay below 2.5 times the one rank's
 # error.
 NOISE_FACTOR = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    """Where megatron-core is not installed, every check says so."""
-    from alignment.backends.megatron_model import installed_version
-
-    try:
-        installed_version()
-    except UnavailableError as missing:
-        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")

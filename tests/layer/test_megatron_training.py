@@ -11,9 +11,9 @@ import torch
 from megatron_world import policy_loss, replayed_rows, share, small_config, weights
 from safetensors.torch import load_file, save_file
 
-from alignment.errors import InputError, UnavailableError
+from alignment.errors import InputError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("megatron_core")]
 
 CONFIG = small_config("tiny-deepseek")
 OFFLOADED = {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}}
@@ -24,17 +24,6 @@ KINDS = {
     "bfloat16_plain_optimizer": ({"use_distributed_optimizer": False}, torch.bfloat16),
     "bfloat16_offloaded": (OFFLOADED, torch.bfloat16),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed():
-    """Where megatron-core is not installed, every check says so."""
-    from alignment.backends.megatron_model import installed_version
-
-    try:
-        installed_version()
-    except UnavailableError as missing:
-        pytest.skip(str(missing))
 
 
 def make(kind: str = "float32", *, state=None, config=CONFIG):
