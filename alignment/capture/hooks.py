@@ -305,9 +305,12 @@ class ModuleHooks:
         return hook
 
     def _parameter_row(self, hooked: HookedModule, name: str, local: str, parameter: Tensor) -> None:
-        t, shard = local_tensor(parameter), parameter_shard(parameter, hooked.module)
+        self._weight_row(name, local, hooked.name, parameter, parameter_shard(parameter, hooked.module))
+
+    def _weight_row(self, name: str, local: str, holder: str, weight: Tensor, shard: Shard | None) -> None:
+        t = local_tensor(weight)
         self.record.row(
-            name, "", "parameter", "forward", 0, "input", local, hooked.name, t,
+            name, "", "parameter", "forward", 0, "input", local, holder, t,
             self.record.reduce(t, shard=shard, by_sample=False), shard,
         )  # fmt: skip
 
@@ -320,11 +323,7 @@ class ModuleHooks:
         if not self.record.first_time(f"{name}.weight", *parts, exchanged=len(parts) > 1):
             return
         layer = hooked.module._modules[LAYER]
-        t, shard = local_tensor(joined(parts)), parameter_shard(layer.weight, layer)
-        self.record.row(
-            f"{name}.weight", "", "parameter", "forward", 0, "input", "weight", name, t,
-            self.record.reduce(t, shard=shard, by_sample=False), shard,
-        )  # fmt: skip
+        self._weight_row(f"{name}.weight", "weight", name, joined(parts), parameter_shard(layer.weight, layer))
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
