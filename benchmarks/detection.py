@@ -1,11 +1,13 @@
 """Detection power: which of 23 faults a comparison of captures names in its module, which benign pairs alarm it.
 
     python benchmarks/detection.py [--setting ideal --setting realistic] [--seeds 0,1]
-        [--uncalibrated] [--only benign] [--keep FOLDER] [--json]
+        [--uncalibrated] [--only benign] [--shift 1,5,16] [--keep FOLDER] [--json]
 
 The protocol is in ``detection_protocol.py``. Captures hold module-level sketches only. Noise is calibrated on pairs of
 other seeds than those that are judged (``--calibration-seeds``), or, with ``--uncalibrated``, not at all. A hit is a
-case whose first introduced divergence is the culprit. Nothing here is timed.
+case whose first introduced divergence is the culprit. With ``--shift`` the target of every case is given positions that
+lie so many places later, which is benign: a fault is still to be named, and a benign pair still to be quiet. Nothing
+here is timed.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class Result:
     named: str | None
     flagged: int
     reason: str
+    shift: int | None = None
+    introduced: tuple[str, ...] = ()
 
     @property
     def hit(self) -> bool:
@@ -72,22 +76,30 @@ class Captures:
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
-    def pair(self, case, setting: protocol.Setting, seed: int) -> tuple[OwnCapture, OwnCapture]:
+    def pair(
+        self, case, setting: protocol.Setting, seed: int, shift: int | None = None
+    ) -> tuple[OwnCapture, OwnCapture]:
         """Golden and target of one case."""
         model, changes, dtype, _ = protocol.golden_of(case, setting)
         named = "-".join([model, *(f"{k}={v}" for k, v in changes), str(dtype).rpartition(".")[2]])
         place = self.root / setting.name / str(seed)
-        golden = self._recorded(place / _slug(f"golden {named}"), protocol.record_golden, case, setting, seed)
-        return golden, self._recorded(place / _slug(case.name), protocol.record_target, case, setting, seed)
+        given, moved = ("", "") if shift is None else (" at positions", f" shifted {shift}")
+        golden = self._recorded(
+            place / _slug(f"golden {named}{given}"), protocol.record_golden, case, setting, seed, shift
+        )
+        target = place / _slug(case.name + moved)
+        return golden, self._recorded(target, protocol.record_target, case, setting, seed, shift)
 
     @staticmethod
-    def _recorded(directory: Path, record, case, setting: protocol.Setting, seed: int) -> OwnCapture:
+    def _recorded(
+        directory: Path, record, case, setting: protocol.Setting, seed: int, shift: int | None
+    ) -> OwnCapture:
         if not directory.is_dir():
             directory.parent.mkdir(parents=True, exist_ok=True)
             beside = Path(tempfile.mkdtemp(dir=directory.parent, prefix="."))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                record(case, setting, seed, lambda model: _capture_into(beside, model))
+                record(case, setting, seed, lambda model: _capture_into(beside, model), shift)
             beside.rename(directory)
         return OwnCapture(directory)
 
@@ -123,11 +135,16 @@ def calibration_of(case) -> str:
 
 
 def judge(
-    case, setting: protocol.Setting, seed: int, noise: NoiseModel | None, captures: Captures | None = None
+    case,
+    setting: protocol.Setting,
+    seed: int,
+    noise: NoiseModel | None,
+    captures: Captures | None = None,
+    shift: int | None = None,
 ) -> tuple[Result, CaptureComparison]:
     """Compare one case."""
     with contextlib.nullcontext(captures) if captures else _kept(None) as held:
-        comparison = compare_captures(*held.pair(case, setting, seed), noise=noise)
+        comparison = compare_captures(*held.pair(case, setting, seed, shift), noise=noise)
     stage = comparison.stages[0]
     first = stage.first
     result = Result(
@@ -140,6 +157,8 @@ def judge(
         reason=f"{first.quantity} at {first.at}: {first.reason}, {first.excess:.3g} x limit"
         if first
         else "; ".join(stage.failures),
+        shift=shift,
+        introduced=tuple(dict.fromkeys(finding.module for finding in stage.localisation.introduced)),
     )
     return result, comparison
 
@@ -151,12 +170,14 @@ def run(
     calibration_seeds: Sequence[int],
     names: Sequence[str] = (),
     only: str | None = None,
+    shifts: Sequence[int | None] = (None,),
     keep: Path | None = None,
 ) -> list[Result]:
     """All cases of the protocol, or those whose name contains one of ``names``.
 
     Args:
         only: ``faults`` or ``benign``.
+        shifts: how much later the positions lie that the target is given; None gives neither side any.
         keep: a folder of captures that are used again.
     """
     out = []
@@ -175,13 +196,15 @@ def run(
                         noises[kind] = (
                             calibrate(kind, setting, calibration_seeds, captures) if calibration_seeds else None
                         )
-                    result, _ = judge(case, setting, seed, noises[kind], captures)
-                    out.append(result)
-                    print(
-                        f"{name} {seed} {'hit ' if result.hit else 'MISS'} {case.name}: {result.named} "
-                        f"({result.reason})",
-                        file=sys.stderr,
-                    )
+                    for shift in shifts:
+                        result, _ = judge(case, setting, seed, noises[kind], captures, shift)
+                        out.append(result)
+                        moved = "" if shift is None else f" shifted by {shift}"
+                        print(
+                            f"{name} {seed} {'hit ' if result.hit else 'MISS'} {case.name}{moved}: {result.named} "
+                            f"({result.reason})",
+                            file=sys.stderr,
+                        )
     return out
 
 
@@ -193,17 +216,20 @@ def main() -> None:
     parser.add_argument("--calibration-seeds", default=",".join(map(str, CALIBRATION_SEEDS)))
     parser.add_argument("--uncalibrated", action="store_true")
     parser.add_argument("--only", choices=("faults", "benign"))
+    parser.add_argument("--shift", help="give the target positions that lie so many places later: 1,5,16")
     parser.add_argument("--keep", type=Path, help="folder of captures; those it holds are not recorded again")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     calibration = [] if arguments.uncalibrated else [int(seed) for seed in arguments.calibration_seeds.split(",")]
+    shifts = [int(shift) for shift in arguments.shift.split(",")] if arguments.shift else [None]
     results = run(
         arguments.setting or sorted(SETTINGS),
         seeds,
         calibration_seeds=calibration,
         names=arguments.case,
         only=arguments.only,
+        shifts=shifts,
         keep=arguments.keep,
     )
     if arguments.json:
@@ -212,9 +238,10 @@ def main() -> None:
         )
         return
     cases = list(dict.fromkeys(r.case for r in results))
-    columns = list(dict.fromkeys((r.setting, r.seed) for r in results))
-    by_place = {(r.case, r.setting, r.seed): r for r in results}
-    print("| case | " + " | ".join(f"{setting} {seed}" for setting, seed in columns) + " |")
+    columns = list(dict.fromkeys(map(_column, results)))
+    by_place = {(r.case, *_column(r)): r for r in results}
+    heads = [f"{name} {seed}" + ("" if shift is None else f" +{shift}") for name, seed, shift in columns]
+    print("| case | " + " | ".join(heads) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for case in cases:
         marks = []
@@ -232,18 +259,25 @@ def main() -> None:
         print(line)
 
 
+def _column(result: Result) -> tuple[str, int, int | None]:
+    return result.setting, result.seed, result.shift
+
+
 def summary(results: Sequence[Result]) -> list[dict]:
-    """Hits and alarms per setting and seed."""
+    """Hits and alarms per setting, seed and shift."""
     out = []
-    for setting, seed in dict.fromkeys((r.setting, r.seed) for r in results):
-        mine = [r for r in results if (r.setting, r.seed) == (setting, seed)]
+    for column in dict.fromkeys(map(_column, results)):
+        setting, seed, shift = column
+        mine = [r for r in results if _column(r) == column]
         faults, benign = [r for r in mine if r.culprit], [r for r in mine if not r.culprit]
         out.append(
             {
                 "setting": setting,
                 "seed": seed,
+                **({} if shift is None else {"shift": shift}),
                 "faults": len(faults),
                 "culprit_first": sum(r.hit for r in faults),
+                "culprit_named": sum(r.culprit in r.introduced for r in faults),
                 "wrong_place_first": sum(not r.hit and r.named is not None for r in faults),
                 "nothing_flagged": sum(r.named is None for r in faults),
                 "benign": len(benign),

@@ -5,7 +5,8 @@ Models of four layers, hidden 256, 64 tokens, batch 2: ``dense`` in the shape of
 the spread of trained ones, where a softmax is neither flat nor a maximum. The loss is the clipped policy loss with a KL
 penalty. A *setting* says what the target computes in: ``ideal`` is float32 on the kernels of golden; ``realistic`` is
 bfloat16 with every matrix product of the target split along K, partial sums rounded to bfloat16, beneath the Python
-API.
+API. Beneath a fault there may be a *shift*: the target is then given positions that lie so many places later, which
+changes no attention score but by rounding.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ def make_batch(model: nn.Module, seed: int) -> dict[str, Tensor]:
     }
 
 
-def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    out = model(ids)
+def _logits(model: nn.Module, ids: Tensor, shift: int | None = None) -> Tensor:
+    positions = {} if shift is None else {"position_ids": torch.arange(shift, shift + LENGTH)[None].expand(BATCH, -1)}
+    out = model(ids, **positions)
     return out if isinstance(out, Tensor) else out.logits
 
 
@@ -492,11 +494,16 @@ def step(
     batch: dict[str, Tensor],
     loss: Loss,
     record: Callable[[nn.Module], contextlib.AbstractContextManager],
+    shift: int | None = None,
 ):
-    """One forward and backward inside what ``record(model)`` gives; returns what that yields."""
+    """One forward and backward inside what ``record(model)`` gives; returns what that yields.
+
+    Args:
+        shift: position of the first token; None leaves positions to the model, which then counts from 0 as well.
+    """
     model.zero_grad(set_to_none=True)
     with record(model) as capture:
-        loss(_logits(model, batch["input_ids"]), batch).backward()
+        loss(_logits(model, batch["input_ids"], shift), batch).backward()
     return capture
 
 
@@ -506,15 +513,15 @@ def golden_of(case: Fault | Benign, setting: Setting) -> tuple:
     return case.model, tuple(sorted((case.golden or {}).items(), key=str)), dtype, getattr(case, "golden_loss", Loss())
 
 
-def record_golden(case: Fault | Benign, setting: Setting, seed: int, record):
-    """One pass of the golden side; returns what ``record`` yielded."""
+def record_golden(case: Fault | Benign, setting: Setting, seed: int, record, shift: int | None = None):
+    """One pass of the golden side; returns what ``record`` yielded. With a ``shift`` it is given its positions."""
     _, _, dtype, loss = golden_of(case, setting)
     model = build(case.model, seed, case.golden).to(dtype)
-    return step(model, make_batch(model, seed), loss, record)
+    return step(model, make_batch(model, seed), loss, record, None if shift is None else 0)
 
 
-def record_target(case: Fault | Benign, setting: Setting, seed: int, record):
-    """One pass of the target, on the batch that golden's log-probabilities went into."""
+def record_target(case: Fault | Benign, setting: Setting, seed: int, record, shift: int | None = None):
+    """One pass of the target, on the batch that golden's log-probabilities went into, ``shift`` positions later."""
     golden = build(case.model, seed, case.golden).to(golden_of(case, setting)[2])
     batch = make_batch(golden, seed)
     target = build(case.model, seed, case.target if case.target is not None else case.golden).to(setting.dtype)
@@ -533,4 +540,4 @@ def record_target(case: Fault | Benign, setting: Setting, seed: int, record):
         if benign:
             torch.set_num_threads(benign.threads)
             stack.callback(torch.set_num_threads, threads)
-        return step(target, batch, fault.loss if fault else Loss(), record)
+        return step(target, batch, fault.loss if fault else Loss(), record, shift)
