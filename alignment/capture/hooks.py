@@ -16,12 +16,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from alignment.capture.absorbed import LAYER, absorbed_parts, absorbs, joined
+from alignment.capture.kernel import SUMMANDS
 from alignment.capture.leaves import call_leaves, output_leaves
 from alignment.capture.record import Shard, holds_samples
 from alignment.capture.reduction import Reduced
 from alignment.capture.samples import Samples, samples_of_call
 from alignment.capture.settings import SettingsReader
-from alignment.capture.shards import activation_shard, global_names, local_tensor, parameter_shard
+from alignment.capture.shards import (
+    activation_shard,
+    global_names,
+    local_tensor,
+    never_cut,
+    parameter_shard,
+)
 from alignment.capture.stage import StageRecord
 
 
@@ -34,6 +41,8 @@ class HookedModule:
     parent: str
     module: nn.Module = field(repr=False, compare=False)
     holds_samples: bool = True
+    uncut: bool = False
+    """Whether its tensors are whole unless they say otherwise themselves."""
     absorbed: str = ""
     """The layer whose work it may do without calling it, by the name its calls have."""
 
@@ -45,7 +54,7 @@ class _Frame:
     hooked: HookedModule
     call: int
     records: bool
-    inputs: list[tuple[str, Tensor, Reduced | None]]
+    inputs: list[tuple[str, Tensor, tuple[Reduced, Shard | None] | None]]
     targets: list[tuple[str, Tensor, Any, int]]
     sequence: int
 
@@ -64,6 +73,7 @@ class ModuleHooks:
         modules: whether modules are recorded, and not only who is running.
         settings: reads the plain settings of modules; None where they are not recorded.
         mask: which tokens are real, where the model is not told.
+        owners: whether :meth:`owner_of` will be asked.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class ModuleHooks:
         modules: bool = True,
         settings: SettingsReader | None = None,
         mask: Tensor | None = None,
+        owners: bool = False,
     ) -> None:
         self.model, self.record, self.prefix = model, record, prefix
         self.backward, self.parameters, self.parameter_gradients = backward, parameters, parameter_gradients
@@ -92,7 +103,7 @@ class ModuleHooks:
         self._open_sums: dict[tuple, _Contribution] = {}
         self._recomputed: dict[str, int] = {}
         self._model_calls = 0
-        self._taken = True
+        self._taken, self._asked = True, owners
         self._pace: HookedModule | None = None
         self._seen_parameters: set[int] = set()
         self.spans: list[int] = []
@@ -121,7 +132,9 @@ class ModuleHooks:
             parent = self._parent(name, modules, names)
             # A layer that several modules hold runs under the first of its names.
             absorbed = whole_names[id(module._modules[LAYER])] if absorbs(module) else ""
-            hooked = HookedModule(whole, _class_name(module), parent, module, holds_samples(whole), absorbed)
+            hooked = HookedModule(
+                whole, _class_name(module), parent, module, holds_samples(whole), never_cut(module), absorbed
+            )
             taken = self.takes(whole)
             if not replaces:
                 self._hook_calls(hooked, taken, root, settings)
@@ -164,7 +177,7 @@ class ModuleHooks:
         return self.owners[place] if place >= 0 else ""
 
     def _span(self) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self._asked and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.spans.append(torch.autograd._get_sequence_nr())
             self.owners.append(self._stack[-1].hooked.name if self._stack else "")
 
@@ -252,10 +265,10 @@ class ModuleHooks:
             with record.own_work():
                 results = output_leaves(output) if self.modules else []
                 if frame.records:
-                    for path, t, reduced in frame.inputs:
-                        self._row(frame, "forward", "input", path, t, reduced)
+                    for path, t, taken_as in frame.inputs:
+                        self._row(frame, "forward", "input", path, t, *taken_as)
                     for path, t in results:
-                        self._row(frame, "forward", "output", path, t, self._reduce(hooked, path, t))
+                        self._row(frame, "forward", "output", path, t, *self._reduce(hooked, path, t))
                 if self.parameters and torch._C._current_graph_task_id() == -1:
                     self._record_parameters(hooked)
                     if hooked.absorbed:
@@ -265,19 +278,20 @@ class ModuleHooks:
 
         return hook
 
-    def _reduce(self, hooked: HookedModule, path: str, t: Tensor) -> Reduced:
-        shard = self._shard(hooked, path, t)
-        return self.record.reduce(local_tensor(t), shard=shard, by_sample=hooked.holds_samples)
-
-    def _shard(self, hooked: HookedModule, path: str, t: Tensor) -> Shard | None:
+    def _reduce(self, hooked: HookedModule, path: str, t: Tensor) -> tuple[Reduced, Shard | None]:
+        if hooked.uncut and type(t) in _WHOLE:
+            return self.record.reduce(t, by_sample=hooked.holds_samples), None
         samples = self.record.samples
-        return activation_shard(hooked.module, path, t, None if samples is None else samples.shape)
+        shard = activation_shard(hooked.module, path, t, None if samples is None else samples.shape)
+        return self.record.reduce(local_tensor(t), shard=shard, by_sample=hooked.holds_samples), shard
 
-    def _row(self, frame: _Frame, direction: str, role: str, path: str, t: Tensor, reduced: Reduced) -> None:
+    def _row(
+        self, frame: _Frame, direction: str, role: str, path: str, t: Tensor, reduced: Reduced, shard: Shard | None
+    ) -> None:
         hooked = frame.hooked
         self.record.row(
             hooked.name, hooked.class_name, "module", direction, frame.call, role, path, hooked.parent, t, reduced,
-            self._shard(hooked, path, t),
+            shard,
         )  # fmt: skip
 
     def _record_parameters(self, hooked: HookedModule) -> None:
@@ -386,17 +400,23 @@ class ModuleHooks:
     def _incoming(self, frame: _Frame, path: str, samples: Any) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             if self.record.active:
-                self.gradient(frame, "input", path, gradient, samples)
+                self.gradient(frame, "input", path, (gradient,), samples)
 
         return hook
 
-    def gradient(self, frame: _Frame, role: str, path: str, gradient: Tensor, samples: Any) -> None:
-        """Records a gradient of a module's output (role ``input``) or input (role ``output``)."""
-        record = self.record
+    def gradient(self, frame: _Frame, role: str, path: str, summands: Sequence[Tensor], samples: Any) -> None:
+        """Records a gradient of a module's output (role ``input``) or input (role ``output``), the sum of what several
+        uses of the tensor give."""
+        record, hooked, first = self.record, frame.hooked, summands[0]
         with record.own_work():
             before = record.set_samples(samples)
-            reduced = self._reduce(frame.hooked, path, gradient)
-            self._row(frame, "backward", role, path, gradient, reduced)
+            if len(summands) == 1:
+                reduced, shard = self._reduce(hooked, path, first)
+            elif hooked.uncut and all(type(t) in _WHOLE for t in summands):
+                reduced, shard = record.reduce_sum(summands, by_sample=hooked.holds_samples), None
+            else:
+                reduced, shard = self._reduce(hooked, path, _added_up(summands))
+            self._row(frame, "backward", role, path, first, reduced, shard)
             record.set_samples(before)
 
     def opened(self, key: tuple, contribution: _Contribution) -> None:
@@ -420,16 +440,19 @@ class _Contribution:
     def __init__(self, hooks: ModuleHooks, frame: _Frame, path: str, edges: int, samples: Any) -> None:
         self._hooks, self._frame, self._path, self._edges, self._samples = hooks, frame, path, edges, samples
         self._key = (frame.hooked.name, frame.call, path)
-        self._left, self._sum = edges, None
+        self._left, self._summands = edges, []
 
     def add(self, gradient: Tensor | None) -> None:
         """One use's share; the last one completes the sum."""
         if not self._hooks.record.active:
-            self._sum = None
+            self._summands = []
             return
         if gradient is not None:
-            with self._hooks.record.own_work(), torch.no_grad():
-                self._sum = gradient if self._sum is None else self._sum + gradient
+            self._summands.append(gradient)
+            if len(self._summands) == SUMMANDS and self._left > 1:
+                # The uses may be many (one for every expert), and each share is as large as the tensor.
+                with self._hooks.record.own_work():
+                    self._summands = [_added_up(self._summands)]
         self._left -= 1
         if self._left <= 0:
             self.complete()
@@ -438,10 +461,22 @@ class _Contribution:
 
     def complete(self) -> None:
         """Records what there is: a use that no gradient reaches counts as none."""
-        total, self._sum, self._left = self._sum, None, self._edges
+        summands, self._summands, self._left = self._summands, [], self._edges
         self._hooks.closed(self._key)
-        if total is not None and self._hooks.record.active:
-            self._hooks.gradient(self._frame, "output", self._path, total, self._samples)
+        if summands and self._hooks.record.active:
+            self._hooks.gradient(self._frame, "output", self._path, summands, self._samples)
+
+
+_WHOLE = (Tensor, nn.Parameter)
+"""Types of tensors that are nobody's shard by themselves."""
+
+
+def _added_up(summands: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        total = summands[0]
+        for t in summands[1:]:
+            total = total + t
+    return total
 
 
 def _parametrizations(module: nn.Module) -> list[nn.Module]:

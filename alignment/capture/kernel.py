@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,49 @@ _SECONDS = 120
 _TURNS = 4096
 _LINE = 16
 """Numbers of float32 in a line of the cache."""
+_PIECE = 1 << 14
+"""Elements of a sum that are made at once where there is no sketch: a core's own cache holds them."""
+SUMMANDS = 4
+"""Most tensors that are added up while they are reduced."""
+
+Run = tuple[int, int, int]
+"""First element, number of elements, and the group of the sketch at which they begin."""
+_Found = tuple[float, float, float, float]
+"""Maximum, minimum, sum and sum of squares."""
+
+
+
+class _Plan:
+    """Runs as the library reads them.
+
+    Attributes:
+        address, count: of the runs.
+        longest: elements of the longest one.
+    """
+
+    def __init__(self, runs: Sequence[Run], turns: Sequence[np.ndarray] | None = None) -> None:
+        addresses = [0] * len(runs) if turns is None else [t.ctypes.data for t in turns]
+        self._rows = np.array([(*run, at) for run, at in zip(runs, addresses)], np.int64).reshape(-1, 4)
+        self._turns = turns
+        self.address, self.count = self._rows.ctypes.data, len(runs)
+        self.longest = max((n for _, n, _ in runs), default=0)
+
+
+class _Plans:
+    """Plans of lists of runs that stay as they are, each made once."""
+
+    def __init__(self, make: Callable[[Sequence[Run]], list[_Plan]]) -> None:
+        self._make = make
+        self._made: dict[int, tuple[Sequence[Run], list[_Plan]]] = {}
+
+    def of(self, runs: Sequence[Run]) -> list[_Plan]:
+        # The list is held, so nothing else can have its number.
+        held = self._made.get(id(runs))
+        if held is None:
+            if len(self._made) >= _TURNS:
+                self._made.clear()
+            held = self._made[id(runs)] = runs, self._make(runs)
+        return held[1]
 
 
 class Kernel:
@@ -40,50 +84,63 @@ class Kernel:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._functions = {}
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        self.functions = {}
         for dtype in (torch.float32, torch.bfloat16):
             function = getattr(loaded, f"alignment_reduce_{str(dtype).removeprefix('torch.')}")
-            pointer, integer = ctypes.c_void_p, ctypes.c_int64
             function.argtypes = [
-                pointer,
-                integer,
-                pointer,
-                pointer,
-                integer,
-                integer,
-                integer,
-                integer,
-                pointer,
-                pointer,
-            ]
+                pointer, pointer, integer, pointer, pointer, integer, pointer, *[integer] * 3, pointer, pointer,
+            ]  # fmt: skip
             function.restype = ctypes.c_int
-            self._functions[dtype] = function
-        self._mix = loaded.alignment_mix
-        self._mix.argtypes, self._mix.restype = [pointer, integer, integer, integer, *[pointer] * 3], None
-        self._out = np.empty(4)
-        self._out_at = self._out.ctypes.data
+            self.functions[dtype] = function
+        self.mix = loaded.alignment_mix
+        self.mix.argtypes, self.mix.restype = [pointer, integer, integer, integer, *[pointer] * 3], None
+        # An address costs a microsecond each time it is asked for.
+        self.out = np.empty(4)
+        self.out_at = self.out.ctypes.data
+        self._others = np.empty(SUMMANDS - 1, np.int64)
+        self._others_at = self._others.ctypes.data
+        self.make_room(_PIECE)
+        self._one = np.zeros((1, 4), np.int64)
+        self._one_at = self._one.ctypes.data
+        self._plans = _Plans(lambda runs: [_Plan(runs)])
+
+    def make_room(self, count: int) -> None:
+        """For the sum of so many elements."""
+        self._room = np.empty(count, np.float32)
+        self._room_at = self._room.ctypes.data
 
     def takes(self, flat: Tensor) -> bool:
         """Whether it reduces such a tensor."""
-        return flat.dtype in self._functions
+        return flat.dtype in self.functions
 
-    def statistics(self, flat: Tensor) -> tuple[float, float, float, float] | None:
-        """Maximum, minimum, sum and sum of squares of a flat contiguous tensor; None where one is not finite."""
-        broken = self._functions[flat.dtype](flat.data_ptr(), flat.numel(), None, None, 0, 0, 0, 0, None, self._out_at)
-        return None if broken else tuple(self._out.tolist())
+    def statistics(self, *summands: Tensor) -> _Found | None:
+        """Maximum, minimum, sum and sum of squares of contiguous tensors of one shape, added up in their own dtype.
 
-    def statistics_of_spans(
-        self, flat: Tensor, spans: Sequence[tuple[int, int, int]]
-    ) -> tuple[float, float, float, float] | None:
-        """:meth:`statistics` of pieces of a contiguous tensor together: first element, number of elements."""
-        at, item, function, out = flat.data_ptr(), flat.element_size(), self._functions[flat.dtype], self._out
-        high, low, total, square = -np.inf, np.inf, 0.0, 0.0
-        for begin, n, _ in spans:
-            if function(at + begin * item, n, None, None, 0, 0, 0, 0, None, self._out_at):
-                return None
-            a, b, s, q = out.tolist()
-            high, low, total, square = max(high, a), min(low, b), total + s, square + q
-        return high, low, total, square
+        None where a number is not finite.
+        """
+        self._one[0, 1] = summands[0].numel()
+        return self._statistics(summands, self._one_at, 1)
+
+    def statistics_of_spans(self, spans: Sequence[Run], *summands: Tensor) -> _Found | None:
+        """:meth:`statistics` of pieces of contiguous tensors together."""
+        [plan] = self._plans.of(spans)
+        return self._statistics(summands, plan.address, plan.count)
+
+    def _statistics(self, summands: Sequence[Tensor], runs: int, count: int) -> _Found | None:
+        function, source = self.functions[summands[0].dtype], self.source(summands)
+        broken = function(*source, runs, count, None, _PIECE, 0, 0, None, self.out_at)
+        return None if broken else tuple(self.out.tolist())
+
+    def source(self, summands: Sequence[Tensor]) -> tuple[int, int | None, int, int | None]:
+        """The first arguments of a reduction."""
+        first = summands[0].data_ptr()
+        if len(summands) == 1:
+            return first, None, 0, None
+        item = summands[0].element_size()
+        for i, t in enumerate(summands[1:]):
+            self._others[i] = (t.data_ptr() - first) // item
+        return first, self._others_at, len(summands) - 1, self._room_at
 
     def sketcher(self, tables: SketchTables) -> Sketcher:
         """What reduces and sketches with these tables."""
@@ -100,78 +157,87 @@ class Sketcher:
         self._shape = len(tables.left), len(tables.right)
         self._after = np.ascontiguousarray(tables.after, np.float32)
         self._sums = _on_a_line(tables.before.size)
-        self._flips: dict[int, tuple[int, np.ndarray]] = {}
+        self._flips: dict[int, np.ndarray] = {}
         self._fixed = tables.prime, tables.rows, tables.step
-        # An address costs a microsecond each time it is asked for.
+        self._plans = _Plans(self._planned)
+        self._whole: dict[int, list[_Plan]] = {}
         arrays = self._signs, self._sums, self._before, self._after
         self._at = tuple(array.ctypes.data for array in arrays)
+        if tables.prime > _PIECE:
+            kernel.make_room(tables.prime)
 
-    def reduce(self, flat: Tensor) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
-        """(statistics, sketch) of a flat contiguous tensor.
+    def reduce(self, *summands: Tensor) -> tuple[_Found, np.ndarray] | None:
+        """(statistics, sketch) of contiguous tensors of one shape, added up in their own dtype.
 
-        None where an element is not finite or larger than a sketch takes.
+        None where a number is not finite or larger than a sketch takes.
         """
-        return self.reduce_parts([(flat, 0)])
+        n = summands[0].numel()
+        plans = self._whole.get(n)
+        if plans is None:
+            if len(self._whole) >= _TURNS:
+                self._whole.clear()
+            plans = self._whole[n] = self._planned([(0, n, 0)])
+        return self._reduce(summands[0].dtype, self._kernel.source(summands), plans)
 
-    def reduce_parts(
-        self, parts: Sequence[tuple[Tensor, int]]
-    ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
-        """As :meth:`reduce` of flat contiguous tensors together, each with the group of the sketch at which it begins
-        (a multiple of :data:`~alignment.numerics.sketch.FOLD`)."""
-        runs = [(flat.data_ptr(), flat.numel(), group) for flat, group in parts]
-        return self._reduce(parts[0][0].dtype, parts[0][0].element_size(), runs)
+    def reduce_spans(self, spans: Sequence[Run], *summands: Tensor) -> tuple[_Found, np.ndarray] | None:
+        """As :meth:`reduce`, of pieces of contiguous tensors; groups are multiples of
+        :data:`~alignment.numerics.sketch.FOLD`."""
+        return self._reduce(summands[0].dtype, self._kernel.source(summands), self._plans.of(spans))
 
-    def reduce_spans(
-        self, flat: Tensor, spans: Sequence[tuple[int, int, int]]
-    ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
-        """As :meth:`reduce_parts` of pieces of one contiguous tensor: first element, number of elements, group."""
-        at, item = flat.data_ptr(), flat.element_size()
-        return self._reduce(flat.dtype, item, [(at + begin * item, n, group) for begin, n, group in spans])
+    def reduce_parts(self, parts: Sequence[tuple[Tensor, int]]) -> tuple[_Found, np.ndarray] | None:
+        """As :meth:`reduce_spans`, of flat contiguous tensors of one dtype one after the other, each with its group."""
+        first, item = parts[0][0], parts[0][0].element_size()
+        base = first.data_ptr()
+        runs = [((flat.data_ptr() - base) // item, flat.numel(), group) for flat, group in parts]
+        return self._reduce(first.dtype, (base, None, 0, None), self._planned(runs))
 
-    def _reduce(
-        self, dtype: torch.dtype, item: int, runs: Sequence[tuple[int, int, int]]
-    ) -> tuple[tuple[float, float, float, float], np.ndarray] | None:
-        """Runs are an address, a number of elements and a group."""
+    def _reduce(self, dtype: torch.dtype, source: tuple, plans: Sequence[_Plan]) -> tuple[_Found, np.ndarray] | None:
         tables, kernel, sums = self._tables, self._kernel, self._sums
         signs_at, sums_at, before_at, after_at = self._at
-        used = min(max(n for _, n, _ in runs), tables.prime)
-        blocks = -(-used // tables.size)
+        blocks = -(-min(max(plan.longest for plan in plans), tables.prime) // tables.size)
         sums[: blocks * tables.size] = 0
-        high, low, total, square = -np.inf, np.inf, 0.0, 0.0
-        precise, added, function = None, 0, kernel._functions[dtype]
-        for at, n, group in runs:
-            for begin in range(0, n, FOLD * tables.group):
-                first = group + begin // tables.group
-                length = min(n - begin, FOLD * tables.group)
-                groups = -(-length // tables.group)
-                if added + groups > FOLD:
-                    precise = sums.astype(np.float64) if precise is None else precise + sums
-                    sums[:] = 0
-                    added = 0
-                added += groups
-                broken = function(
-                    at + begin * item, length, signs_at, self._turns(first), *self._fixed, first, sums_at,
-                    kernel._out_at,
-                )  # fmt: skip
-                a, b, s, q = kernel._out.tolist()
-                if broken or a > LARGEST or b < -LARGEST:
-                    return None
-                high, low, total, square = max(high, a), min(low, b), total + s, square + q
+        precise, found, function = None, (-math.inf, math.inf, 0.0, 0.0), kernel.functions[dtype]
+        for number, plan in enumerate(plans):
+            if number:
+                precise = sums.astype(np.float64) if precise is None else precise + sums
+                sums[:] = 0
+            broken = function(*source, plan.address, plan.count, signs_at, *self._fixed, sums_at, kernel.out_at)
+            a, b, s, q = kernel.out.tolist()
+            if broken or a > LARGEST or b < -LARGEST:
+                return None
+            high, low, total, square = found
+            found = max(high, a), min(low, b), total + s, square + q
         if precise is not None:
             sums[:] = precise + sums
         sketch = np.empty(tables.size, np.float32)
-        kernel._mix(sums_at, *self._shape, blocks, before_at, after_at, sketch.ctypes.data)
-        return (high, low, total, square), sketch
+        kernel.mix(sums_at, *self._shape, blocks, before_at, after_at, sketch.ctypes.data)
+        return found, sketch
 
-    def _turns(self, first: int) -> int:
-        """Where the turns of the groups from ``first`` on are."""
+    def _planned(self, runs: Sequence[Run]) -> list[_Plan]:
+        """Runs of no more groups together than are added in float32."""
+        plans, group = [], self._tables.group
+        pieces: list[Run] = []
+        turns: list[np.ndarray] = []
+        room = FOLD
+        for begin, n, first in runs:
+            for at in range(0, n, FOLD * group):
+                length = min(n - at, FOLD * group)
+                if -(-length // group) > room:
+                    plans.append(_Plan(pieces, turns))
+                    pieces, turns, room = [], [], FOLD
+                room -= -(-length // group)
+                pieces.append((begin + at, length, first + at // group))
+                turns.append(self._turns(first + at // group))
+        return [*plans, _Plan(pieces, turns)]
+
+    def _turns(self, first: int) -> np.ndarray:
+        """The turns of the groups from ``first`` on."""
         found = self._flips.get(first)
         if found is None:
             if len(self._flips) >= _TURNS:
                 self._flips.clear()
-            turns = np.array([self._tables.flips(first + i) for i in range(FOLD)], np.uint8)
-            found = self._flips[first] = (turns.ctypes.data, turns)
-        return found[0]
+            found = self._flips[first] = np.array([self._tables.flips(first + i) for i in range(FOLD)], np.uint8)
+        return found
 
 
 def _on_a_line(count: int) -> np.ndarray:

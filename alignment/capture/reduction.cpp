@@ -29,6 +29,23 @@ inline float widened(uint16_t bits) {
 
 inline float widened(float value) { return value; }
 
+// The nearest bfloat16, ties to even; a NaN stays one.
+inline uint16_t narrowed(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
+// As torch adds two tensors: in float32, rounded to their own format.
+inline void add_up(const float* a, const float* b, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = a[i] + b[i];
+}
+
+inline void add_up(const uint16_t* a, const uint16_t* b, int64_t n, uint16_t* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = narrowed(widened(a[i]) + widened(b[i]));
+}
+
 // ±v: the sign bit of a byte, turned or not, moved onto a number.
 inline float turned(float v, int8_t sign, uint32_t turn) {
   uint32_t bits;
@@ -140,9 +157,54 @@ void reduce_run(const T* x, int64_t n, const int8_t* signs, uint32_t turn, float
   }
 }
 
+// What is reduced: one tensor, or the sum of several of one layout, which is made piece by piece in a room that stays in
+// the cache. `others` are where the summands after the first lie, in elements from it on.
 template <typename T>
-int reduce(const T* x, int64_t n, const int8_t* signs, const uint8_t* flips, int64_t prime, int64_t rows, int64_t step,
-           int64_t first_group, float* sums, double* out) {
+struct Source {
+  const T* x;
+  const int64_t* others;
+  int64_t count;
+  T* room;
+
+  const T* at(int64_t begin, int64_t n) const {
+    if (count == 0) return x + begin;
+    add_up(x + begin, x + begin + others[0], n, room);
+    for (int64_t i = 1; i < count; ++i) add_up(room, x + begin + others[i], n, room);
+    return room;
+  }
+};
+
+// One run of a sketch: the first element, their number, the group it begins at, and the address of its groups' turns.
+struct Run {
+  int64_t begin, n, group, turns;
+};
+
+template <typename T>
+void reduce_one(const Source<T>& source, const Run& run, const int8_t* signs, int64_t prime, int64_t rows, int64_t step,
+                float* sums, Totals& totals) {
+  const int64_t end = run.begin + run.n;
+  if (signs == nullptr) {
+    const int64_t piece = source.count == 0 ? run.n : prime;
+    for (int64_t at = run.begin; at < end; at += piece) {
+      const int64_t n = end - at < piece ? end - at : piece;
+      reduce_run<T, false>(source.at(at, n), n, nullptr, 0u, nullptr, totals);
+    }
+    return;
+  }
+  const uint8_t* flips = reinterpret_cast<const uint8_t*>(run.turns);
+  for (int64_t begin = run.begin, group = 0; begin < end; begin += rows * prime, ++group) {
+    const int8_t* table = signs + (run.group + group) * step % prime;
+    const uint32_t turn = flips[group] ? 0x80000000u : 0u;
+    for (int64_t row = 0; row < rows && begin + row * prime < end; ++row) {
+      const int64_t at = begin + row * prime, n = end - at < prime ? end - at : prime;
+      reduce_run<T, true>(source.at(at, n), n, table + row * prime, turn, sums, totals);
+    }
+  }
+}
+
+template <typename T>
+int reduce(const Source<T>& source, const Run* runs, int64_t count, const int8_t* signs, int64_t prime, int64_t rows,
+           int64_t step, float* sums, double* out) {
   Totals totals;
   for (int k = 0; k < kLanes; ++k) {
     totals.high[k] = -__builtin_inff();
@@ -150,20 +212,7 @@ int reduce(const T* x, int64_t n, const int8_t* signs, const uint8_t* flips, int
     totals.broken[k] = 0;
   }
   totals.sum = totals.square = 0.0;
-  if (signs == nullptr) {
-    reduce_run<T, false>(x, n, nullptr, 0u, nullptr, totals);
-  } else {
-    const int64_t group_size = rows * prime;
-    for (int64_t begin = 0, group = first_group; begin < n; begin += group_size, ++group) {
-      const int8_t* table = signs + group * step % prime;
-      const uint32_t turn = flips[group - first_group] ? 0x80000000u : 0u;
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t at = begin + row * prime;
-        if (at >= n) break;
-        reduce_run<T, true>(x + at, n - at < prime ? n - at : prime, table + row * prime, turn, sums, totals);
-      }
-    }
-  }
+  for (int64_t i = 0; i < count; ++i) reduce_one(source, runs[i], signs, prime, rows, step, sums, totals);
   uint32_t broken = 0;
   float high = totals.high[0], low = totals.low[0];
   for (int k = 0; k < kLanes; ++k) {
@@ -254,14 +303,14 @@ extern "C" void alignment_mix(float* sums, int64_t rows, int64_t columns, int64_
   mix(sums, rows, columns, blocks, before, after, out);
 }
 
-extern "C" int alignment_reduce_float32(const float* x, int64_t n, const int8_t* signs, const uint8_t* flips,
-                                        int64_t prime, int64_t rows, int64_t step, int64_t first_group, float* sums,
-                                        double* out) {
-  return reduce(x, n, signs, flips, prime, rows, step, first_group, sums, out);
-}
-
-extern "C" int alignment_reduce_bfloat16(const uint16_t* x, int64_t n, const int8_t* signs, const uint8_t* flips,
-                                         int64_t prime, int64_t rows, int64_t step, int64_t first_group, float* sums,
-                                         double* out) {
-  return reduce(x, n, signs, flips, prime, rows, step, first_group, sums, out);
-}
+// `runs` holds four numbers for each of `count` runs, see Run. `signs` is null for statistics alone.
+#define ALIGNMENT_REDUCE(name, T)                                                                                    \
+  extern "C" int alignment_reduce_##name(const T* x, const int64_t* others, int64_t more, T* room,                   \
+                                         const int64_t* runs, int64_t count, const int8_t* signs, int64_t prime,     \
+                                         int64_t rows, int64_t step, float* sums, double* out) {                     \
+    return reduce(Source<T>{x, others, more, room}, reinterpret_cast<const Run*>(runs), count, signs, prime, rows,   \
+                  step, sums, out);                                                                                  \
+  }
+ALIGNMENT_REDUCE(float32, float)
+ALIGNMENT_REDUCE(bfloat16, uint16_t)
+#undef ALIGNMENT_REDUCE

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from alignment.capture.kernel import Sketcher, kernel
+from alignment.capture.kernel import SUMMANDS, Kernel, Sketcher, kernel
 from alignment.capture.record import CHAIN, Shard
 from alignment.capture.samples import Part, Samples
 from alignment.numerics.sketch import LARGEST, Buckets, Filling, Place, bounded, sketch_tables
@@ -25,8 +25,7 @@ OF_SAMPLES = -1
 """In place of a number of sketches: one of the real tokens of all samples, each at the place that its key names."""
 
 
-@dataclass(frozen=True)
-class Reduced:
+class Reduced(NamedTuple):
     """Where the results of one tensor are: indices, −1 for none. ``sketches`` is 0 for one sketch of the whole,
     :data:`OF_SAMPLES`, or the number of samples that have one each."""
 
@@ -65,7 +64,7 @@ class Reducer:
 
     def begin(self) -> None:
         """Forgets everything: another stage begins."""
-        self._seen: dict[tuple, tuple[_StorageRef, Reduced]] = {}
+        self._seen: dict[tuple, tuple[StorageWeakRef, Reduced]] = {}
         self._held: dict[int, Samples | None] = {}
         self._statistics: list[tuple[float, ...] | None] = []
         self._on_device: dict[str, list[tuple[int, int, Tensor, Tensor]]] = {}
@@ -95,13 +94,31 @@ class Reducer:
         if self.deduplicate and not t.is_inference():
             at = shard if shard is not None and shard.runs else place
             key = (t.data_ptr(), t._version, t.dtype, t.shape, t.stride(), at, id(samples))
-            seen = self._seen.get(key)
-            if seen is not None and seen[0].holds(t):
+            storage, seen = t.untyped_storage(), self._seen.get(key)
+            # A storage that lives may have given its memory to another one: FSDP2 resizes to nothing what it gathered.
+            # While there is a reference to a storage, no other one has its number.
+            if seen is not None and seen[0].cdata == storage._cdata:
                 return seen[1]
             self._held[id(samples)] = samples
-        reduced = self._reduce(t.detach(), place, samples, shard)
+        reduced = self._at_once(t, samples=samples) if shard is None and place is None else None
+        if reduced is None:
+            reduced = self._reduce(t.detach(), place, samples, shard)
         if key is not None:
-            self._seen[key] = (_StorageRef(t), reduced)
+            self._seen[key] = (StorageWeakRef(storage), reduced)
+        return reduced
+
+    def add_sum(self, summands: Sequence[Tensor], *, by_sample: bool = True) -> Reduced:
+        """Reduces the sum of tensors of one shape and dtype, added up in their order in that dtype: on a CPU without
+        making it where that can be done."""
+        reduced = None
+        if len(summands) <= SUMMANDS:
+            reduced = self._at_once(*summands, samples=self.samples if by_sample else None)
+        if reduced is None:
+            with torch.no_grad():
+                total = summands[0]
+                for t in summands[1:]:
+                    total = total + t
+            reduced = self.add(total, by_sample=by_sample)
         return reduced
 
     @property
@@ -168,8 +185,6 @@ class Reducer:
         self._statistics.append(None)
         on_cpu = t.device.type == "cpu"
         first = self._sketch_count if self.sketch_size else -1
-        if samples is not None and shard is None and on_cpu and self._spans_at_once(index, t, samples):
-            return Reduced(index, first, OF_SAMPLES, stored)
         several = shard is not None and len(shard.runs) > 0
         parts = samples.parts(t, shard) if samples is not None and not (several and self.each_sample) else None
         if parts is not None:
@@ -180,32 +195,48 @@ class Reducer:
             self._in_runs(index, t, shard, on_cpu)
             return Reduced(index, first, 0, stored)
         if not self.sketch_size:
-            if not (on_cpu and self._at_once(index, t, sketch=False)):
+            if not (on_cpu and self._flat_at_once(index, t, sketch=False)):
                 self._whole(index, t, None, None, on_cpu)
-        elif place is not None or not (on_cpu and self._at_once(index, t, sketch=True)):
+        elif place is not None or not (on_cpu and self._flat_at_once(index, t, sketch=True)):
             self._whole(index, t, place, self._fill(t), on_cpu)
         return Reduced(index, first, 0, stored)
 
-    def _spans_at_once(self, index: int, t: Tensor, samples: Samples) -> bool:
-        """The most frequent layout without a view per sample; False where it is another one, or needs more care."""
-        fast = kernel()
-        if fast is None or not fast.takes(t) or (self.each_sample and self.sketch_size):
-            return False
-        spans = samples.spans(t)
-        if spans is None or not t.numel():
-            return False
+    def _at_once(self, *summands: Tensor, samples: Samples | None) -> Reduced | None:
+        """The most frequent layouts in one pass in C++ and without a view per sample; None where it is another one, or
+        needs more care."""
+        fast, t = kernel(), summands[0]
+        if fast is None or self._keep is not None or not _plain(fast, summands):
+            return None
+        spans = None
+        if samples is not None:
+            if self.each_sample and self.sketch_size:
+                return None
+            spans = samples.spans(t)
+            if not spans or not any(n for _, n, _ in spans):
+                return None
+        sketch = None
         if not self.sketch_size:
-            found = fast.statistics(t) if samples.full else fast.statistics_of_spans(t, spans)
+            whole = spans is None or samples.full
+            found = fast.statistics(*summands) if whole else fast.statistics_of_spans(spans, *summands)
         else:
-            both = self._fast().reduce_spans(t, spans)
-            found = None if both is None else both[0]
+            sketcher = self._fast()
+            both = sketcher.reduce(*summands) if spans is None else sketcher.reduce_spans(spans, *summands)
+            found, sketch = both if both is not None else (None, None)
         if found is None or not _sure(found):
-            return False
-        self._statistics[index] = _finished([(*found, 0, 0, sum(n for _, n, _ in spans))])
-        if self.sketch_size:
-            self._ready.append((self._sketch_count, both[1]))
+            return None
+        count = t.numel() if spans is None else sum(n for _, n, _ in spans)
+        return self._known(found, count, sketch, 0 if spans is None else OF_SAMPLES)
+
+    def _known(self, found: tuple[float, ...], count: int, sketch: np.ndarray | None, sketches: int) -> Reduced:
+        """Takes what one pass found of finite elements."""
+        high, low, total, square = found
+        index, first = len(self._statistics), -1
+        self._statistics.append((high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count)))
+        if sketch is not None:
+            first = self._sketch_count
+            self._ready.append((first, sketch))
             self._sketch_count += 1
-        return True
+        return Reduced(index, first, sketches)
 
     def _parts_on_cpu(self, index: int, parts: Sequence[Part]) -> None:
         """Statistics of all parts together; one sketch of all, or one of each."""
@@ -282,7 +313,7 @@ class Reducer:
             self._sketcher = kernel().sketcher(sketch_tables(self.sketch_size, self.sketch_seed))
         return self._sketcher
 
-    def _at_once(self, index: int, t: Tensor, *, sketch: bool) -> bool:
+    def _flat_at_once(self, index: int, t: Tensor, *, sketch: bool) -> bool:
         """One pass in C++; False where there is no fast path, or the numbers need the careful one."""
         fast = kernel()
         count = t.numel()
@@ -450,18 +481,16 @@ def _finished(parts: Sequence[_Sums]) -> tuple[float, ...]:
     return (high, low, total / finite, math.sqrt(square), float(nan_count), float(inf_count), float(count))
 
 
-class _StorageRef:
-    """Tells whether a tensor lies in the same storage, without keeping it alive. A storage that lives may have given its
-    memory to another one: FSDP2 resizes to nothing what it gathered."""
-
-    __slots__ = ("_ref",)
-
-    def __init__(self, t: Tensor) -> None:
-        self._ref = StorageWeakRef(t.untyped_storage())
-
-    def holds(self, t: Tensor) -> bool:
-        """Whether ``t`` lies in the storage, which still exists."""
-        return not self._ref.expired() and self._ref == StorageWeakRef(t.untyped_storage())
+def _plain(fast: Kernel, summands: Sequence[Tensor]) -> bool:
+    """Whether the fast path can read the elements where they are."""
+    first = summands[0]
+    shape, dtype = first.shape, first.dtype
+    if first.device.type != "cpu" or dtype not in fast.functions or not first.numel():
+        return False
+    for t in summands:
+        if t.dtype != dtype or t.shape != shape or t.layout != torch.strided or t.is_neg() or not t.is_contiguous():
+            return False
+    return len(summands) == 1 or not any(t.data_ptr() % t.element_size() for t in summands)
 
 
 def _flat(t: Tensor, *, ordered: bool) -> Tensor:

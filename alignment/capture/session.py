@@ -150,6 +150,7 @@ class Capture:
                 modules=config.level != "L1",
                 settings=self._settings if config.settings else None,
                 mask=attention_mask,
+                owners=config.level != "L0",
             )
             for prefix, model in (models.items() if modules else ())
         ]

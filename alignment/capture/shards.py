@@ -62,6 +62,11 @@ def activation_shard(module: nn.Module, path: str, t: Tensor, batch: tuple[int, 
     return _tensor_parallel(t, t.dim() - 1, expert=_of_expert(module), stride=stride)
 
 
+def never_cut(module: nn.Module) -> bool:
+    """Whether :func:`activation_shard` answers None for every tensor of the module that is no DTensor."""
+    return type(module).__name__ not in _MERGED and _megatron() is None
+
+
 _MERGED = ("MergedColumnParallelLinear", "QKVParallelLinear")
 
 

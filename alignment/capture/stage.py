@@ -131,6 +131,10 @@ class StageRecord:
             place = Place.of(tuple(t.shape), dim=shard.dim, start=shard.start, whole=shard.whole)
         return self.reducer.add(t, place=place, by_sample=by_sample, shard=shard)
 
+    def reduce_sum(self, summands: Sequence[Tensor], *, by_sample: bool = True) -> Reduced:
+        """:meth:`reduce` of the sum of tensors of one shape and dtype."""
+        return self.reducer.add_sum(summands, by_sample=by_sample)
+
     def row(
         self,
         module: str,

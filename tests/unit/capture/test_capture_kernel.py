@@ -190,6 +190,58 @@ def test_samples_of_any_layout_are_reduced_alike():
         assert np.linalg.norm(sketch - first) <= 32 * EPS * float(exact.norm())
 
 
+def summands(count, kind, dtype):
+    whole = portable_normal((count, 2, 10, 2_500), seed=6, stream="x", dtype=torch.float32).to(dtype)
+    if kind == "broken":
+        whole[1, 0, 3, 1_234] = float("inf")
+    if kind == "transposed":
+        return [t.transpose(1, 2).contiguous().transpose(1, 2) for t in whole]
+    return [t.clone() for t in whole] if kind == "plain" else list(whole)
+
+
+@needs_kernel
+@pytest.mark.parametrize("size", [0, SIZE, 2048], ids=["statistics", "sketch", "large sketch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bounds", [None, ((0, 10), (0, 10)), ((2, 9), (0, 0))], ids=["whole", "full", "padded"])
+@pytest.mark.parametrize(
+    "count, kind", [(2, "plain"), (3, "one block"), (4, "plain"), (2, "broken"), (3, "transposed")]
+)
+def test_a_sum_is_reduced_as_the_tensor_that_torch_makes_of_it(count, kind, bounds, dtype, size):
+    from alignment.capture.samples import Samples
+
+    given = summands(count, kind, dtype)
+    total = given[0]
+    for t in given[1:]:
+        total = total + t
+    answers = []
+    for add in (lambda reducer: reducer.add_sum(given), lambda reducer: reducer.add(total)):
+        reducer = Reducer(sketch_size=size)
+        if bounds is not None:
+            keys = tuple(f"{i:016x}" for i in (3 << 48, 5 << 48))
+            reducer.samples = Samples(keys=keys, bounds=bounds, shape=(2, 10))
+        reduced = add(reducer)
+        _, statistics, sketches = reducer.results()
+        answers.append((reduced, statistics()[0], sketches()[0] if size else np.zeros(1)))
+    (a, x, s), (b, y, t) = answers
+    # Without a sketch the pieces of a sum begin at other elements than chains of float32 do, so they round otherwise.
+    bound = 2 * math.log2(total.numel()) * EPS
+    assert a == b and np.array_equal(s, t) and x[[0, 1, 4, 5, 6]].tolist() == y[[0, 1, 4, 5, 6]].tolist()
+    assert math.isclose(x[3], y[3], rel_tol=bound)
+    assert abs(x[2] - y[2]) * x[6] <= bound * x[3] * math.sqrt(max(x[6], 1))
+    if kind == "plain":
+        assert x[3] != reducer_of(given[0], bounds, size)[3], "the first summand alone is another tensor"
+
+
+def reducer_of(t, bounds, size):
+    from alignment.capture.samples import Samples
+
+    reducer = Reducer(sketch_size=size)
+    if bounds is not None:
+        reducer.samples = Samples(keys=("3" * 16, "5" * 16), bounds=bounds, shape=(2, 10))
+    reducer.add(t)
+    return reducer.results()[1]()[0]
+
+
 def one_after_the_other(t, dim):
     """How some devices add: NumPy's running sums are in float32."""
     return torch.from_numpy(np.add.accumulate(t.numpy(), axis=dim)[..., -1].copy())
