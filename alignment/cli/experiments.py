@@ -23,6 +23,7 @@ from alignment.cli.options import (
     one_thread,
     say,
 )
+from alignment.cli.report import leave_page
 from alignment.errors import InputError
 from alignment.numerics.verdict import ALIGNED, Outcome
 
@@ -66,6 +67,7 @@ def ablate(
         run_designs,
     )
     from alignment.faults.injection import active, faults_and_overrides
+    from alignment.report.ablation_page import ABLATION
     from alignment.report.progress import training_progress
     from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
@@ -107,8 +109,12 @@ def ablate(
         progress.advance(f"{name}: done")
         if any(metric not in row for row in run.metrics):
             raise InputError("the run has no such metric", where="--metric", found=metric)
-        return curve_level([row[metric] for row in run.metrics])
+        values = [row[metric] for row in run.metrics]
+        steps = [int(row["step"]) for row in run.metrics]
+        curves.append({"factors": sorted(setting), "seed": seed, "steps": steps, "values": values})
+        return curve_level(values)
 
+    curves: list[dict] = []
     numbers = list(range(1, seeds + 1))
     with one_thread(), training_progress(console_on(True), quiet=as_json) as progress:
         progress.begin("runs", len(asked) * len(numbers))
@@ -120,11 +126,19 @@ def ablate(
         for step in [first_other_prompts(folder(frozenset(), numbers[0]), folder(frozenset({name}), numbers[0]))]
         if step is not None
     }
+    document = finite(
+        {
+            "run": str(directory),
+            "metric": metric,
+            "factors": {one.name: one.overrides for one in factors},
+            "effects": [effect.to_dict() for effect in found],
+            "levels": [{"factors": sorted(s), "seed": seed, "level": value} for (s, seed), value in levels.items()],
+            "other_prompts": others,
+        }
+    )
+    page = leave_page(directory, answers={ABLATION: {**document, "curves": finite(curves)}})
     if as_json:
-        rows = [{"factors": sorted(s), "seed": seed, "level": value} for (s, seed), value in levels.items()]
-        told = [effect.to_dict() for effect in found]
-        document = {"run": str(directory), "metric": metric, "effects": told, "levels": rows, "other_prompts": others}
-        print(json.dumps(finite(document)))
+        print(json.dumps({**document, "page": page and str(page)}))
         raise typer.Exit(ALIGNED)
     table = Table(
         "factor", f"effect on {metric}", "95 % interval", "decided", box=None, pad_edge=False, header_style="bold"
@@ -137,6 +151,8 @@ def ablate(
     for name, step in others.items():
         say(console, f"{name}: other prompts than the base from step {step} on; what they do is in its effect")
     console.print(f"{len(levels)} runs; everything of them: {directory}", markup=False, highlight=False)
+    if page is not None:
+        say(console, f"as a page: {page}")
     raise typer.Exit(ALIGNED)
 
 
@@ -163,6 +179,7 @@ def replay(
     from alignment.diagnose.long_replay import BAR, long_replay
     from alignment.faults.injection import active
     from alignment.report.progress import tasks
+    from alignment.report.replay_page import REPLAY
     from alignment.report.run_directory import finite, new_run_directory
     from alignment.rl.config import load_config
     from alignment.rl.run import read_run, run_dapo
@@ -195,8 +212,11 @@ def replay(
                 executor=_executor(settings),
                 progress=progress,
             )
+    document = finite({"device": chosen.label, **found.to_dict()})
+    drawn = finite([vars(curve) for curve in found.curves])
+    page = leave_page(directory, answers={REPLAY: {**document, "curves": drawn}})
     if as_json:
-        print(json.dumps(finite({"device": chosen.label, **found.to_dict()}), indent=1))
+        print(json.dumps({**document, "page": page and str(page)}, indent=1))
     else:
         print(
             f"mean relative error over {found.steps} replayed steps on {chosen.label} "
@@ -214,6 +234,8 @@ def replay(
         if found.outcome is Outcome.INCONCLUSIVE:
             print("INCONCLUSIVE: without --perturbations there is no envelope to judge by")
         print(f"everything of this: {directory}")
+        if page is not None:
+            print(f"as a page: {page}")
     raise typer.Exit(found.exit_code)
 
 

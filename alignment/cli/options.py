@@ -34,6 +34,9 @@ FaultOption = Annotated[
 BaselineOption = Annotated[Path, typer.Option("--baseline", help="Folder of the stored baselines.")]
 RunDirOption = Annotated[Optional[Path], typer.Option("--run-dir", help="Where this run goes; runs/<id>/ by default.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+HtmlOption = Annotated[
+    Optional[Path], typer.Option("--html", metavar="FILE", help="Write the answer as one page too; it opens offline.")
+]
 RequireOption = Annotated[bool, typer.Option("--require", help="What is unavailable is an error, not a remark.")]
 CaseOption = Annotated[Optional[list[str]], typer.Option("--case", help="Case id or its beginning (repeatable).")]
 SubjectOption = Annotated[Optional[list[str]], typer.Option("--subject", help="Implementation to judge (repeatable).")]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -30,13 +31,31 @@ def report(
     raise typer.Exit(ALIGNED)
 
 
-def leave_page(run: Path, *, baselines: Path = BASELINES) -> Path | None:
-    """Writes the page of a training that has ended; None where it cannot be, which standard error tells: the training
-    stands."""
+def leave_page(run: Path, *, baselines: Path = BASELINES, answers: Mapping[str, Any] | None = None) -> Path | None:
+    """Writes the page of a run that has ended, and first the ``answers`` it shows, by the names of their files; None
+    where it cannot be, which standard error tells: the run stands."""
+    from alignment.files import write_json
     from alignment.report.page import PAGE, write_page
 
-    try:
+    def write() -> Path:
+        for file, answer in (answers or {}).items():
+            write_json(run / file, answer)
         return write_page([run], run / PAGE, baselines=baselines if baselines.is_dir() else None)
+
+    return _left(write)
+
+
+def leave_answer(target: Path | None, name: str, **shown: Any) -> Path | None:
+    """Writes the page of an answer where one is asked for (``--html``); None where it cannot be, which standard error
+    tells: the answer stands. ``shown`` as for :func:`alignment.report.page.write_answer`."""
+    from alignment.report.page import write_answer
+
+    return target and _left(lambda: write_answer(name, target, **shown))
+
+
+def _left(write: Callable[[], Path]) -> Path | None:
+    try:
+        return write()
     except (InputError, OSError) as error:
         print(f"the page was not written: {error}", file=sys.stderr)
         return None

@@ -8,7 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import JsonOption, console_on
+from alignment.cli.options import HtmlOption, JsonOption, console_on, say
+from alignment.cli.report import leave_answer
 
 
 def triage(
@@ -17,6 +18,7 @@ def triage(
     repeat: Annotated[
         Optional[list[Path]], typer.Option(help="A further run of the baseline's configuration (repeatable).")
     ] = None,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The six axes: hyper-parameters, data, hardware, software stack, model and weights, scoring; the cause first.
@@ -32,8 +34,10 @@ def triage(
     # On stderr, so that the result can be piped while somebody watches.
     with waiting(console_on(True), f"comparing {dut} with {baseline}", quiet=as_json):
         found = examine(dut, baseline, repeats=tuple(repeat or ()))
+    document = json.loads(json.dumps(found.to_dict(), default=str))
+    page = leave_answer(html, f"{dut} against {baseline}", triage=document)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1, default=str))
+        print(json.dumps(document, indent=1))
         raise typer.Exit(found.exit_code)
     console = console_on(False)
     table = Table("axis", "verdict", "what", box=None, pad_edge=False, header_style="bold")
@@ -52,4 +56,6 @@ def triage(
     for label, commands in (("next", found.next_commands), ("still to run", found.open_commands)):
         for command in commands:
             console.print(f"{label}: {command}", markup=False, highlight=False)
+    if page is not None:
+        say(console, f"as a page: {page}")
     raise typer.Exit(found.exit_code)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from alignment.errors import InputError
@@ -68,11 +69,31 @@ class Drift:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DriftCurve:
+    """A metric of a replay step by step, for drawing.
+
+    ``drift`` is |Δ| over the mean |reference|, whose mean is the error that is judged, and ``noise`` the same of every
+    perturbed replay; ``so_far`` is Σ|Δ| / Σ|reference| over the steps so far and ``envelope`` its bound there, whose
+    last values are those of :class:`Drift`. None where the reference is 0 so far.
+    """
+
+    metric: str
+    steps: tuple[int, ...]
+    reference: tuple[float, ...]
+    replay: tuple[float, ...]
+    drift: tuple[float, ...]
+    noise: tuple[tuple[float, ...], ...]
+    so_far: tuple[float | None, ...]
+    envelope: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LongReplay:
-    """How far a replay drifted over ``steps``, one :class:`Drift` per metric."""
+    """How far a replay drifted over ``steps``, one :class:`Drift` and one :class:`DriftCurve` per metric."""
 
     steps: int
     drifts: tuple[Drift, ...]
+    curves: tuple[DriftCurve, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
@@ -119,6 +140,32 @@ def relative_error(found: Rows, reference: Rows, *, metric: str = METRICS[0]) ->
     return sum(differences) / size, steps[worst], differences[worst] * len(steps) / size
 
 
+def drift_curve(own: Rows, reference: Rows, perturbed: Sequence[Rows], *, metric: str) -> DriftCurve:
+    """``own`` against ``reference``, and every perturbed replay against ``own``, step by step; all have equal steps."""
+    drift, so_far = _step_errors(own, reference, metric)
+    noise = [_step_errors(rows, own, metric) for rows in perturbed]
+    bounds = zip(*(one for _, one in noise)) if noise else ()
+    return DriftCurve(
+        metric=metric,
+        steps=tuple(int(row["step"]) for row in reference),
+        reference=tuple(row[metric] for row in reference),
+        replay=tuple(row[metric] for row in own),
+        drift=drift,
+        noise=tuple(one for one, _ in noise),
+        so_far=so_far,
+        envelope=tuple(None if None in errors else ENVELOPE_FACTOR * max(errors) for errors in bounds),
+    )
+
+
+def _step_errors(found: Rows, reference: Rows, metric: str) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """|Δ| of every step over the mean |reference|, and Σ|Δ| / Σ|reference| up to every step."""
+    sizes = [abs(row[metric]) for row in reference]
+    differences = [abs(a[metric] - b[metric]) for a, b in zip(found, reference, strict=True)]
+    mean = sum(sizes) / len(sizes)
+    so_far = tuple(a / b if b else None for a, b in zip(accumulate(differences), accumulate(sizes)))
+    return tuple(difference / mean for difference in differences), so_far
+
+
 def long_replay(
     config: TrainConfig,
     *,
@@ -159,9 +206,10 @@ def long_replay(
     own = replay("replay", None).metrics
     # Noise is measured against the replay it perturbs, on the device that is judged.
     perturbed = [replay(f"ulp-{seed}", seed).metrics for seed in perturbations]
-    drifts = []
+    drifts, curves = [], []
     for metric in METRICS:
         error, worst_step, worst_error = relative_error(own, reference, metric=metric)
         noise = tuple(relative_error(rows, own, metric=metric)[0] for rows in perturbed)
         drifts.append(Drift(metric=metric, error=error, noise=noise, worst_step=worst_step, worst_error=worst_error))
-    return LongReplay(steps=steps, drifts=tuple(drifts))
+        curves.append(drift_curve(own, reference, perturbed, metric=metric))
+    return LongReplay(steps=steps, drifts=tuple(drifts), curves=tuple(curves))

@@ -17,10 +17,15 @@ from typing import Any
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically
 from alignment.numerics.verdict import Measure, Outcome, Verdict
+from alignment.report.ablation_page import ABLATION, ablation_part
+from alignment.report.answer import NUMBER, other_shape, rows, trail
+from alignment.report.comparison_page import comparison_part
 from alignment.report.night import NIGHT, NightRecord, read_night
 from alignment.report.provenance_view import both_sides
+from alignment.report.replay_page import REPLAY, replay_part
 from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
 from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_budget
+from alignment.report.triage_page import triage_part
 from alignment.rl.tracking import METRICS, RUN, read_series
 
 PAGE = "report.html"
@@ -35,8 +40,16 @@ CURVES = (
 """Shown first where a run has them; every other metric is one choice away."""
 
 GAP = "training/rollout_log_probs_abs_diff_mean"
-SIDE_FILES = {"audit": "audit.json", "memory": "memory.json", "triage": "triage.json", "comparison": "comparison.json"}
-_COMMANDS = {"comparison": "compare"}
+SIDE_FILES = {"audit": "audit.json", "memory": "memory.json"}
+ANSWERS = {
+    "replay": (REPLAY, replay_part),
+    "ablation": (ABLATION, ablation_part),
+    "comparison": ("comparison.json", comparison_part),
+    "triage": ("triage.json", triage_part),
+}
+"""File beside a run and its reader, of the commands whose answer is a verdict; the first one stands above the page of a
+run that has no verdicts of its own."""
+
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -54,6 +67,25 @@ def write_page(runs: Sequence[Path], target: Path, *, baselines: Path | None = N
     parts = [gather(Path(run), baselines=baselines) for run in runs]
     if not parts:
         raise InputError("no run is named", where="report", expected="at least one directory of a run")
+    return _written(parts, target)
+
+
+def write_answer(name: str, target: Path, *, verdicts: Sequence[Verdict] = (), **answers: Any) -> Path:
+    """The page of what a command answered without a directory of a run.
+
+    Args:
+        name: what was judged, for people.
+        target: the file to write; whole or not at all.
+        verdicts: of checks.
+        answers: the documents by the names of :data:`ANSWERS`, as the commands print them with ``--json``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    return _written([_part(name, list(verdicts), _read(answers, {key: name for key in answers}))], target)
+
+
+def _written(parts: Sequence[Mapping[str, Any]], target: Path) -> Path:
     text = render(parts)
     write_atomically(target, lambda beside: beside.write_text(text, encoding="utf-8"))
     return target
@@ -73,9 +105,13 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
     folders = [path.parent for path in sorted((*run.glob(METRICS), *run.glob(f"*/{METRICS}")))]
     if night is not None:  # what its phases left may be damaged, which they say
         folders = [run / path for phase in night.phases for path in phase.trainings]
+    files = {name: run / file for name, (file, _) in ANSWERS.items() if (run / file).is_file()}
+    answers = _read({name: read_json(file) for name, file in files.items()}, files)
+    if "replay" in answers:  # its recording, the replay and every perturbed one: the drift between them is the answer
+        folders = []
     trainings = [_training(path, run) for path in folders]
     side = {name: read_json(run / file) for name, file in SIDE_FILES.items() if (run / file).is_file()}
-    if not (verdicts or trainings or side or night):
+    if not (verdicts or trainings or side or answers or night):
         raise InputError(
             "the directory holds no run",
             where=run,
@@ -83,33 +119,61 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
             next_step="name another directory",
         )
     provenance = _provenance(run / PROVENANCE) if (run / PROVENANCE).is_file() else None
-    part = {
-        "name": run.name,
-        "night": None,
-        "headline": headline(verdicts) if verdicts else f"{len(trainings)} training runs, not judged",
-        "outcome": _overall(verdicts),
-        "layers": _heat(verdicts),
-        "findings": [_finding(v) for v in verdicts if v.outcome in (Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE)],
-        "checks": [_row(v) for v in verdicts],
-        "unavailable": sorted({(v.subject, v.reason) for v in verdicts if v.outcome is Outcome.UNAVAILABLE}),
-        "next": list(dict.fromkeys(v.next_command for v in verdicts if v.next_command)),
-        "baselines": sorted({v.baseline for v in verdicts if v.baseline}),
-        "trainings": trainings,
+    part = _part(run.name, verdicts, answers, trainings) | {
         "band": _band(run, baselines) if baselines else None,
-        "gate": [_gate(v) for v in verdicts if v.check.startswith("e2e/curve-")],
         "sides": both_sides(verdicts, provenance, baselines),
         "provenance": provenance,
         "stack": (run / STACK).read_text(encoding="utf-8") if (run / STACK).is_file() else "",
         "audit": _audit(side.get("audit")),
         "memory": _memory(side.get("memory"), run / SIDE_FILES["memory"]),
-        "triage": _triage(side["triage"], run / SIDE_FILES["triage"]) if "triage" in side else None,
-        "comparison": _comparison(side["comparison"], run / SIDE_FILES["comparison"]) if "comparison" in side else None,
     }
     if night is not None:
         from alignment.report.night_page import night_part
 
         part |= night_part(night, run)
     return part
+
+
+def _read(answers: Mapping[str, Any], sources: Mapping[str, Path | str]) -> dict[str, dict[str, Any]]:
+    """What a page shows of each answer, in the order in which one of them is the headline."""
+    return {name: read(answers[name], sources[name]) for name, (_, read) in ANSWERS.items() if name in answers}
+
+
+def _part(
+    name: str,
+    verdicts: list[Verdict],
+    answers: Mapping[str, Mapping[str, Any]],
+    trainings: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """One section of a page, without what only the directory of a run has."""
+    first = next(iter(answers.values()), None)
+    if verdicts or first is None:
+        title = headline(verdicts) if verdicts else f"{len(trainings)} training runs, not judged"
+        outcome = _overall(verdicts)
+    else:
+        title, outcome = first["headline"], first["outcome"]
+    asked = [v.next_command for v in verdicts if v.next_command] + answers.get("triage", {}).get("next", [])
+    return {
+        "name": name,
+        "night": None,
+        "headline": title,
+        "outcome": outcome,
+        "layers": _heat(verdicts),
+        "findings": [_finding(v) for v in verdicts if v.outcome in (Outcome.FAIL, Outcome.ERROR, Outcome.INCONCLUSIVE)],
+        "checks": [_row(v) for v in verdicts],
+        "unavailable": sorted({(v.subject, v.reason) for v in verdicts if v.outcome is Outcome.UNAVAILABLE}),
+        "next": list(dict.fromkeys(asked)),
+        "baselines": sorted({v.baseline for v in verdicts if v.baseline}),
+        "trainings": list(trainings),
+        "band": None,
+        "gate": [_gate(v) for v in verdicts if v.check.startswith("e2e/curve-")],
+        "sides": None,
+        "provenance": None,
+        "stack": "",
+        "audit": None,
+        "memory": None,
+        **{key: answers.get(key) for key in ANSWERS},
+    }
 
 
 def render(parts: Sequence[Mapping[str, Any]]) -> str:
@@ -120,7 +184,14 @@ def render(parts: Sequence[Mapping[str, Any]]) -> str:
         loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    charts = [{"trainings": part["trainings"], "band": part["band"]} for part in parts]
+    charts = [
+        {
+            "trainings": part["trainings"],
+            "band": part["band"],
+            **{name: part[name]["charts"] for name in ("replay", "ablation") if part[name]},
+        }
+        for part in parts
+    ]
     return environment.get_template("report.html.j2").render(
         parts=parts,
         css=_verbatim("report.css"),
@@ -208,13 +279,7 @@ def _times(measure: Measure) -> str:
 
 
 def _path(verdict: Verdict) -> list[str]:
-    return [] if verdict.where is None else _trail(verdict.where.stage, verdict.where.module, verdict.where.quantity)
-
-
-def _trail(stage: str, module: str, quantity: str) -> list[str]:
-    """Stage, every step of the module's path, and the quantity unless it is the module's own output, named after it."""
-    own = not quantity or f".{module}".endswith(f".{quantity}")
-    return [stage, *filter(None, module.split(".")), *([] if own else [quantity])]
+    return [] if verdict.where is None else trail(verdict.where.stage, verdict.where.module, verdict.where.quantity)
 
 
 def _row(verdict: Verdict) -> dict[str, Any]:
@@ -300,44 +365,12 @@ def _memory(found: Any, path: Path) -> list[dict[str, Any]] | None:
     phases = found.get("phases") if isinstance(found, Mapping) else None
     if phases is None:
         return None
-    rows = _rows(phases, path, {"phase": str, "peak": (int, float), "modelled": (int, float)}, "memory profile")
-    for row in rows:
-        if not isinstance(row.setdefault("outside", None), (int, float, type(None))):
-            raise _other_shape(path, "a number or null as outside", "memory profile")
-    highest = max((row["peak"] for row in rows), default=0) or 1
-    return [{**row, "share": row["peak"] / highest} for row in rows]
-
-
-def _triage(found: Any, path: Path) -> dict[str, Any]:
-    """The axes of ``alignment triage --json``."""
-    axes = found.get("axes") if isinstance(found, Mapping) else None
-    return {"axes": _rows(axes, path, {"axis": str, "outcome": str, "reason": str}, "triage")}
-
-
-def _comparison(found: Any, path: Path) -> list[dict[str, Any]]:
-    """The stages of ``alignment compare --json``, of two captures or of two runs, each with its first divergence."""
-    found = found if isinstance(found, Mapping) else {}
-    rows = _stages(found.get("stages"), path)
-    capture = found.get("capture")
-    return rows + (_stages(capture.get("stages"), path) if isinstance(capture, Mapping) else [])
-
-
-def _stages(found: Any, path: Path) -> list[dict[str, Any]]:
-    """A divergence is ``where`` in the stages of runs, ``first_forward`` or ``first_backward`` in those of captures."""
-    rows = _rows(found, path, {"stage": str, "outcome": str, "reason": str}, "comparison")
-    shown = []
-    for row in rows:
-        where = next((row[key] for key in ("where", "first_forward", "first_backward") if row.get(key)), None)
-        if where is not None and not _named(where, "module", "quantity"):
-            raise _other_shape(path, "module and quantity of every divergence", "comparison")
-        name = f"step {row['step']} {row['stage']}" if "step" in row else str(row.get("check", row["stage"]))
-        trail = _trail(row["stage"], where["module"], where["quantity"]) if where else []
-        shown.append({"name": name, "outcome": row["outcome"], "reason": row["reason"], "path": trail})
-    return shown
-
-
-def _named(found: Any, *names: str) -> bool:
-    return isinstance(found, Mapping) and all(isinstance(found.get(name), str) for name in names)
+    found = rows(phases, path, {"phase": str, "peak": NUMBER, "modelled": NUMBER}, "memory profile --json")
+    for row in found:
+        if not isinstance(row.setdefault("outside", None), (*NUMBER, type(None))):
+            raise other_shape(path, "a number or null as outside", "memory profile --json")
+    highest = max((row["peak"] for row in found), default=0) or 1
+    return [{**row, "share": row["peak"] / highest} for row in found]
 
 
 def _provenance(path: Path) -> dict[str, Any]:
@@ -347,28 +380,6 @@ def _provenance(path: Path) -> dict[str, Any]:
         raise InputError("not the provenance of a run", where=path, expected="a mapping", found=type(found).__name__)
     sections = ("fingerprint", "determinism", "packages")
     return {key: value for key, value in found.items() if key not in sections or isinstance(value, Mapping)}
-
-
-def _rows(found: Any, path: Path, fields: Mapping[str, Any], command: str) -> list[dict[str, Any]]:
-    """``found`` as a list of mappings that have ``fields``: a page is not made of what another tool wrote."""
-    if not isinstance(found, list):
-        raise _other_shape(path, f"a list of rows with {', '.join(fields)}", command)
-    for row in found:
-        wrong = [
-            name for name, kind in fields.items() if not isinstance(row, Mapping) or not isinstance(row.get(name), kind)
-        ]
-        if wrong:
-            raise _other_shape(path, f"{', '.join(wrong)} in every row", command)
-    return [dict(row) for row in found]
-
-
-def _other_shape(path: Path, expected: str, command: str) -> InputError:
-    return InputError(
-        f"not what alignment {_COMMANDS.get(command, command)} --json prints",
-        where=path,
-        expected=expected,
-        next_step="write it again, or move it out of the directory of the run",
-    )
 
 
 def _finite(value: Any) -> Any:

@@ -94,6 +94,10 @@ def test_a_replay_of_the_same_device_is_inside_and_a_fault_is_outside(tmp_path):
     told = json.loads(inside.stdout)
     norm = told["drifts"][1]
     assert told["error"] == norm["error"] == 0.0 and 0.0 < norm["envelope"] < BAR
+    page = tmp_path / "run" / "report.html"
+    assert told["page"] == str(page) and "ALIGNED: 3 replayed steps on cpu stay within their bounds" in page.read_text()
+    _, drawn = json.loads((page.parent / "replay.json").read_text())["curves"]
+    assert drawn["envelope"][-1] == norm["envelope"] and drawn["drift"] == [0.0] * 3 and len(drawn["noise"]) == 2
     outside = replayed(
         tmp_path / "faulty", "--record", str(tmp_path / "run" / "record"),
         "--fault", f"{FAULTS}:softmax_scale_of_value_width",
@@ -102,6 +106,8 @@ def test_a_replay_of_the_same_device_is_inside_and_a_fault_is_outside(tmp_path):
     loss, norm = json.loads(outside.stdout)["drifts"]
     # One update per step: the ratio is 1, so the loss alone would have passed this.
     assert loss["within"] and norm["error"] > norm["envelope"]
+    shown = (tmp_path / "faulty" / "run" / "report.html").read_text()
+    assert "MISALIGNED: actor/grad_norm of 3 replayed steps on cpu is off by " in shown
 
 
 def test_fewer_recorded_steps_than_asked_for(tmp_path):

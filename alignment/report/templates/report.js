@@ -12,6 +12,9 @@
   };
   const show = (value) => value === null || value === undefined ? "no value" : Number(value).toPrecision(5).replace(/\.?0+($|e)/, "$1");
 
+  // Not Math.min(...values): thousands of arguments are more than a call may have.
+  const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity), most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+
   // 1, 2 or 5 times a power of ten, about `count` of them.
   const ticks = (low, high, count) => {
     const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
@@ -25,7 +28,7 @@
     constructor(figure) {
       this.figure = figure;
       this.run = runs[figure.dataset.run];
-      this.training = this.run.trainings[figure.dataset.training];
+      this.training = this.run[figure.dataset.of || "trainings"][figure.dataset.training];
       this.svg = node("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0 });
       this.output = document.createElement("output");
       figure.append(this.svg, this.output);
@@ -42,9 +45,10 @@
 
     select(metric) {
       this.metric = metric;
-      const values = this.training.metrics[metric];
-      this.points = this.training.steps.map((step, i) => [step, values[i]]).filter((p) => p[1] !== null && p[1] !== undefined);
-      const band = this.run.band;
+      const line = (values) => this.training.steps.map((step, i) => [step, values[i]]).filter((p) => p[1] !== null && p[1] !== undefined);
+      this.points = line(this.training.metrics[metric]);
+      this.beside = this.training.beside ? line(this.training.beside.values) : [];
+      const band = this.training.band || this.run.band;
       this.band = band && band.metric === metric ? band : null;
       this.cursor = null;
       this.zoom(null);
@@ -53,36 +57,44 @@
     zoom(range) { this.range = range && range[1] > range[0] ? range : null; this.draw(); }
 
     draw() {
-      const steps = this.points.map((p) => p[0]);
+      const steps = [...this.points, ...this.beside].map((p) => p[0]);
       if (this.band && !this.range) steps.push(...this.band.steps);
-      let [left, right] = this.range || [Math.min(...steps), Math.max(...steps)];
+      let [left, right] = this.range || [least(steps), most(steps)];
       if (!isFinite(left)) { this.svg.replaceChildren(); this.output.textContent = "no values"; return; }
       if (left === right) { left -= 0.5; right += 0.5; }
       const inside = (step) => step >= left && step <= right;
-      const values = this.points.filter((p) => inside(p[0])).map((p) => p[1]);
-      if (this.band) this.band.steps.forEach((s, i) => { if (inside(s)) values.push(this.band.low[i], this.band.high[i]); });
-      let low = Math.min(...values), high = Math.max(...values);
+      const edges = this.band ? this.band.steps.map((s, i) => [s, this.band.low[i], this.band.high[i]]).filter((p) => inside(p[0]) && p[1] !== null && p[2] !== null) : [];
+      const beside = this.beside.filter((p) => inside(p[0]));
+      const values = [...this.points.filter((p) => inside(p[0])), ...beside].map((p) => p[1]);
+      edges.forEach((p) => values.push(p[1], p[2]));
+      // Upwards by powers of ten where the chart asks for it; what is not above 0 stands on the ground below them all.
+      const above = this.training.log ? values.filter((value) => value > 0) : [];
+      const ground = above.length ? Math.floor(Math.log10(least(above))) - 1 : null;
+      const up = ground === null ? (value) => value : (value) => value > 0 ? Math.log10(value) : ground;
+      let low = least(values.map(up)), high = most(values.map(up));
       if (!isFinite(low)) { low = 0; high = 1; }
-      const pad = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+      const pad = (high - low) * 0.06 || (ground === null ? Math.abs(high) * 0.1 : 0) || 1;
       low -= pad; high += pad;
       this.x = (step) => LEFT + (step - left) / (right - left) * (W - LEFT - RIGHT);
-      this.y = (value) => H - BOTTOM - (value - low) / (high - low) * (H - TOP - BOTTOM);
+      const height = (at) => H - BOTTOM - (at - low) / (high - low) * (H - TOP - BOTTOM);
+      this.y = (value) => height(up(value));
       this.step = (x) => left + (x - LEFT) / (W - LEFT - RIGHT) * (right - left);
       this.shown = this.points.filter((p) => inside(p[0]));
       this.svg.replaceChildren();
       this.svg.setAttribute("aria-label", `${this.metric}, ${this.points.length} steps, from ${show(this.points[0] && this.points[0][1])} to ${show(this.points.length && this.points[this.points.length - 1][1])}`);
       for (const at of ticks(low, high, 4)) {
-        node("line", { class: "grid", x1: LEFT, x2: W - RIGHT, y1: this.y(at), y2: this.y(at) }, this.svg);
-        node("text", { x: LEFT - 6, y: this.y(at) + 4, "text-anchor": "end" }, this.svg).textContent = show(at);
+        node("line", { class: "grid", x1: LEFT, x2: W - RIGHT, y1: height(at), y2: height(at) }, this.svg);
+        node("text", { x: LEFT - 6, y: height(at) + 4, "text-anchor": "end" }, this.svg).textContent = ground === null ? show(at) : at <= ground ? "0" : (10 ** at).toExponential(Number.isInteger(at) ? 0 : 1);
       }
       for (const at of ticks(left, right, 5)) if (Number.isInteger(at))
         node("text", { x: this.x(at), y: H - 6, "text-anchor": "middle" }, this.svg).textContent = at;
+      const path = (points) => points.map((p) => `${this.x(p[0])},${this.y(p[1])}`).join(" ");
       if (this.band) {
-        const kept = this.band.steps.map((s, i) => [s, this.band.low[i], this.band.high[i]]).filter((p) => inside(p[0]));
-        const corners = [...kept.map((p) => [p[0], p[2]]), ...kept.reverse().map((p) => [p[0], p[1]])];
-        node("polygon", { class: "band", points: corners.map((p) => `${this.x(p[0])},${this.y(p[1])}`).join(" ") }, this.svg);
+        const corners = [...edges.map((p) => [p[0], p[2]]), ...[...edges].reverse().map((p) => [p[0], p[1]])];
+        node("polygon", { class: "band", points: path(corners) }, this.svg);
       }
-      node("polyline", { class: "line", points: this.shown.map((p) => `${this.x(p[0])},${this.y(p[1])}`).join(" ") }, this.svg);
+      if (beside.length) node("polyline", { class: "beside", points: path(beside) }, this.svg);
+      node("polyline", { class: "line", points: path(this.shown) }, this.svg);
       if (this.shown.length === 1) node("circle", { class: "dot", cx: this.x(this.shown[0][0]), cy: this.y(this.shown[0][1]), r: 3 }, this.svg);
       this.over = node("g", {}, this.svg);
       this.at(this.cursor);
@@ -97,7 +109,9 @@
       node("circle", { class: "dot", cx: this.x(step), cy: this.y(value), r: 4 }, this.over);
       let text = `step ${step}: ${show(value)}`;
       const place = this.band ? this.band.steps.indexOf(step) : -1;
-      if (place >= 0) text += ` (baseline ${show(this.band.low[place])} … ${show(this.band.high[place])})`;
+      if (place >= 0) text += ` (${this.band.word || "baseline"} ${show(this.band.low[place])} … ${show(this.band.high[place])})`;
+      const other = this.beside.find((p) => p[0] === step);
+      if (other) text += `, ${this.training.beside.name} ${show(other[1])}`;
       this.output.textContent = text;
     }
 

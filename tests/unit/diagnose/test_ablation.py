@@ -294,7 +294,12 @@ def test_the_command_runs_every_setting(tmp_path):
     document = json.loads(shown.stdout)
     assert [effect["name"] for effect in document["effects"]] == ["temperature"]
     assert len(document["levels"]) == 4
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"base", "temperature"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {"ablation.json", "base", "report.html", "temperature"}
+    assert document["page"] == str(tmp_path / "run" / "report.html")
+    kept = json.loads((tmp_path / "run" / "ablation.json").read_text())
+    assert {key: kept[key] for key in document if key != "page"} == {k: v for k, v in document.items() if k != "page"}
+    curves = [(*one["factors"], one["seed"], one["steps"], len(one["values"])) for one in kept["curves"]]
+    assert curves == [(1, [1], 1), (2, [1], 1), ("temperature", 1, [1], 1), ("temperature", 2, [1], 1)]
 
 
 SCORER_OF_TWO = """

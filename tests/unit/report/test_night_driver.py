@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from page_reader import BROWSER, violations
 from rich.console import Console
-from test_page import BROWSER, violations
 from typer.testing import CliRunner
 
 from alignment.cli import app

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import html
-import html.parser
-import importlib.util
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
+from answer_samples import write_answers
+from page_reader import BROWSER, HOSTILE, browser, parsed, told_by, violations, visited
 from typer.testing import CliRunner
 
 from alignment.cli import app
@@ -23,11 +20,9 @@ from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
 from alignment.report.page import embedded, gather, write_page
 from alignment.report.run_directory import write_verdicts
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 # A page has to open in two seconds with this many steps and metrics, and stay below this size: the project's bars.
 STEPS, METRIC_COUNT, MOST_BYTES = 200, 100, 6_000_000
 STORED = Path(__file__).parents[3] / "baselines"
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def verdict(check: str, outcome: Outcome, **changes) -> Verdict:
@@ -88,38 +83,14 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-class Page(html.parser.HTMLParser):
-    """Checks that elements nest and close, and collects what could load something or run."""
-
-    VOID = {"meta", "link", "br", "img", "input", "hr"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.links, self.scripts, self.text = [], [], 0, []
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in self.VOID:
-            self.open.append(tag)
-        self.scripts += tag == "script"
-        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
-        assert not any(name.startswith("on") for name, _ in attributes), attributes
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, tag
-
-    def handle_data(self, data):
-        self.text.append(data)
+@pytest.fixture(params=["run", "answers"])
+def any_run(request, tmp_path):
+    """A run with verdicts and metrics, and the directory of everything else that ends in a page."""
+    return request.getfixturevalue("run") if request.param == "run" else write_answers(tmp_path / "answers")
 
 
-def parsed(page: Path) -> Page:
-    reader = Page()
-    reader.feed(page.read_text())
-    assert not reader.open
-    return reader
-
-
-def test_everything_is_in_one_file_and_nothing_is_fetched(run, tmp_path):
-    page = write_page([run], tmp_path / "page.html")
+def test_everything_is_in_one_file_and_nothing_is_fetched(any_run, tmp_path):
+    page = write_page([any_run], tmp_path / "page.html")
     reader = parsed(page)
     assert reader.links == ["data:,"]
     assert page.stat().st_size < MOST_BYTES
@@ -131,8 +102,8 @@ def test_everything_is_in_one_file_and_nothing_is_fetched(run, tmp_path):
     )
 
 
-def test_foreign_text_stays_text(run, tmp_path):
-    reader = parsed(write_page([run], tmp_path / "page.html"))
+def test_foreign_text_stays_text(any_run, tmp_path):
+    reader = parsed(write_page([any_run], tmp_path / "page.html"))
     assert reader.scripts == 2
     assert any(HOSTILE in data for data in reader.text)
 
@@ -296,13 +267,13 @@ def test_a_comparison_is_drawn_stage_by_stage_with_its_first_divergence(run, tmp
     trail = {"name": "step 3 train", "outcome": "fail", "reason": HOSTILE}
     trail["path"] = ["train", "layers", "1", "mlp", "output"]
     plain = {"name": "step 3 old_log_prob", "outcome": "pass", "reason": "", "path": []}
-    assert gather(run)["comparison"] == [plain, trail]
+    assert gather(run)["comparison"]["rows"] == [plain, trail]
     text = parsed(write_page([run], tmp_path / "page.html")).text
     assert "step 3 train" in text and HOSTILE in text
     of_runs = verdict("run_stages.step3.reward", Outcome.FAIL, stage="reward", reason="other scores").to_dict()
     write_json(run / "comparison.json", {"stages": [of_runs], "capture": {"stages": [stage]}})
-    judged = {"name": "run_stages.step3.reward", "outcome": "fail", "reason": "other scores", "path": []}
-    assert gather(run)["comparison"] == [judged, trail]
+    judged = {"name": "step 3 reward", "outcome": "fail", "reason": "other scores", "path": []}
+    assert gather(run)["comparison"]["rows"] == [judged, trail]
 
 
 def test_a_triage_and_a_profilers_record_are_shown_or_left_out(run, tmp_path):
@@ -388,40 +359,20 @@ addEventListener("load", () => {
 """
 
 
-browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (apt-get install chromium)")
-
-
-def visited(page: Path, directory: Path) -> tuple[str, list[str]]:
-    """The document after its scripts have run, as Chromium writes it, and what went to the browser's console."""
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom",
-        "--enable-logging=stderr", "--v=0", f"--user-data-dir={directory / 'profile'}", page.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-
-
-def opened(page: Path, directory: Path) -> str:
-    """The document after its scripts have run, as Chromium writes it."""
-    return visited(page, directory)[0]
-
-
-def told_by(document: str) -> Any:
-    """What a probe left in the document."""
-    return json.loads(html.unescape(re.search(r'<pre id="told">(.*?)</pre>', document, re.S)[1]))
+def asked(page: Path, probe: str, directory: Path) -> dict:
+    """What a probe finds in a page that says nothing on the console of the browser."""
+    errors = (
+        "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(String(e.message)));</script>"
+    )
+    page.write_text(page.read_text().replace("<style>", errors + "<style>", 1).replace("</body>", probe + "</body>", 1))
+    document, console = visited(page, directory)
+    assert console == []
+    return told_by(document)
 
 
 @browser
 def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
-    page = write_page([run], tmp_path / "page.html")
-    errors = (
-        "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(String(e.message)));</script>"
-    )
-    text = page.read_text().replace("<style>", errors + "<style>", 1).replace("</body>", PROBE + "</body>", 1)
-    page.write_text(text)
-    document, console = visited(page, tmp_path)
-    told = told_by(document)
-    assert console == []
+    told = asked(write_page([run], tmp_path / "page.html"), PROBE, tmp_path)
     assert told["errors"] == [] and told["requests"] == []
     assert told["charts"] == 3
     assert told["first"] == "step 1: 0.14286" and told["last"] == f"step {STEPS}: 28.571"
@@ -430,6 +381,40 @@ def test_a_real_browser_draws_it_and_it_can_be_used_by_keyboard(run, tmp_path):
     assert told["theme"] in ("light", "dark")
     assert told["stretched"] == 1
     assert "owned" not in told["title"]
+
+
+ASK_CHARTS = """
+<script>
+addEventListener("load", () => {
+  dispatchEvent(new Event("beforeprint"));
+  const told = { errors: window.errors, title: document.title, charts: {} };
+  for (const chart of document.querySelectorAll(".chart")) {
+    const svg = chart.querySelector("svg"), count = (name) => svg.querySelectorAll(name).length;
+    svg.dispatchEvent(new KeyboardEvent("keydown", { key: "End", bubbles: true, cancelable: true }));
+    told.charts[chart.dataset.metric] = [
+      count(".line"), count(".beside"), count(".band"), chart.querySelector("output").textContent,
+      [...svg.querySelectorAll("text[text-anchor=end]")].map((label) => label.textContent),
+    ];
+  }
+  told.requests = performance.getEntriesByType("resource").map((entry) => entry.name).filter((name) => !name.startsWith("data:"));
+  const out = document.createElement("pre"); out.id = "told"; out.textContent = JSON.stringify(told); document.body.append(out);
+});
+</script>
+"""
+
+
+@browser
+def test_a_real_browser_draws_bands_other_arms_and_powers_of_ten(tmp_path):
+    told = asked(write_page([write_answers(tmp_path / "answers")], tmp_path / "page.html"), ASK_CHARTS, tmp_path)
+    assert told["errors"] == [] and told["requests"] == [] and told["title"].startswith("ALIGNED: 12 replayed steps")
+    charts = told["charts"]
+    drift, error = (charts[f"actor/loss: {what}"] for what in ("drift of every step", "error so far"))
+    assert drift[:3] == [1, 0, 1] and drift[3].startswith("step 12: 1.432") and "(noise " in drift[3]
+    assert error[:3] == [1, 0, 1] and error[3].startswith("step 12: 7.1") and "(envelope 0 … " in error[3]
+    # Every other step drifts by nothing: that stands on the ground, below the powers of ten.
+    assert drift[4][0] == "0" and all(re.fullmatch(r"\d(\.\d)?e-\d+", label) for label in drift[4][1:]), drift
+    assert charts["actor/loss"][:4] == [1, 1, 0, "step 12: 12, record 12"]
+    assert charts[f"{HOSTILE} with scale"][:4] == [1, 1, 1, "step 3: 11.02 (base 12 … 14), base 13"]
 
 
 @browser
@@ -470,39 +455,15 @@ def test_paper_is_light_whatever_the_theme(run, tmp_path):
     assert everywhere != dark and printed(everywhere, tmp_path, "everywhere") != on_paper
 
 
-ASK_AXE = """
-<script>
-addEventListener("load", async () => {
-  const theme = "%s";
-  document.documentElement.dataset.theme = theme;
-  const { violations, passes } = await axe.run(document);
-  const out = document.createElement("pre"); out.id = "told";
-  out.textContent = JSON.stringify({ passes: passes.length, violations: violations.map((v) => [v.impact, v.id, v.nodes[0].html]) });
-  document.body.append(out);
-});
-</script>
-"""
-
-
-def violations(page: Path, directory: Path, theme: str) -> list[tuple[str, str, str]]:
-    """What the rules of axe find in a page."""
-    axe = Path(importlib.util.find_spec("axe_core_python").origin).with_name("axe.min.js")
-    seen = directory / f"seen-{theme}.html"
-    probe = "<script>" + axe.read_text().replace("</script", "<\\/script") + "</script>" + ASK_AXE % theme
-    seen.write_text(page.read_text().replace("</body>", probe + "</body>"))
-    told = told_by(opened(seen, directory))
-    assert told["passes"] > 0
-    return [tuple(violation) for violation in told["violations"]]
-
-
 @browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_rules_of_axe_find_nothing(run, tmp_path, theme):
+    """On a page of two: a run with verdicts and metrics, and everything else that ends in a page."""
     from alignment.baseline.runs import select_curves
 
     stored = select_curves(STORED, "dapo-tiny", kind="cpu", chip="AMD EPYC").title
     write_verdicts(run, [*findings(), verdict("e2e/curve-dapo-length", Outcome.PASS, measures=GATE, baseline=stored)])
-    page = write_page([run], tmp_path / "page.html", baselines=STORED)
+    page = write_page([run, write_answers(tmp_path / "answers")], tmp_path / "page.html", baselines=STORED)
     assert "baselines of 1 check" in page.read_text()
     assert violations(page, tmp_path, theme) == []
 
@@ -515,10 +476,10 @@ def test_the_rules_of_axe_find_what_cannot_be_read(run, tmp_path):
     assert {rule for _, rule, _ in violations(page, tmp_path, "light")} >= {"color-contrast", "select-name"}
 
 
-def test_it_is_valid_html(run, tmp_path):
+def test_it_is_valid_html(any_run, tmp_path):
     import html5lib
 
-    page = write_page([run], tmp_path / "page.html")
+    page = write_page([any_run], tmp_path / "page.html")
     html5lib.HTMLParser(strict=True).parse(page.read_text())
     with pytest.raises(html5lib.html5parser.ParseError):
         html5lib.HTMLParser(strict=True).parse(page.read_text().replace("</main>", "</section></main>", 1))
