@@ -34,6 +34,8 @@ def comparison_part(found: Any, source: Path | str) -> dict[str, Any]:
     stages = [_stages(document.get("stages"), source) for document in documents]
     missing = [str(gap) for document in documents for gap in document.get("missing") or ()]
     firsts = [first for part in stages for first in [_first(part)] if first is not None]
+    for first in firsts[1:]:  # of the captures of the two runs
+        first["name"] = f"captures, {first['name']}"
     every = [stage for part in stages for stage in part]
     outcome = _worst([stage["outcome"] for stage in every] + ["fail"] * bool(missing))
     return {
@@ -94,7 +96,7 @@ def _first(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     findings = [row for row in _list(stage.get("findings")) if named(row, "module", "quantity", "status")]
     gaps = [gap for gap in _list(stage.get("unpaired")) if isinstance(gap, Mapping) and gap.get("fails")]
     return {
-        "name": f"{'' if stage.get('check') else 'captures, '}{stage['name']}",
+        "name": stage["name"],
         "outcome": stage["outcome"],
         "reason": stage["reason"],
         "path": stage["path"],
