@@ -10,7 +10,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import JsonOption
+from alignment.cli.options import HtmlOption, JsonOption
+from alignment.cli.report import leave_answer
 from alignment.numerics.verdict import exit_code
 
 
@@ -43,6 +44,7 @@ def compare(
         ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Label of the device the target ran on.")] = "unknown",
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Where two computations part: the first module whose inputs agree and whose outputs do not.
@@ -56,14 +58,14 @@ def compare(
     runs = save_noise is None and _is_run(golden) and _is_run(target)
     given = {
         "--stage": stage, "--step": step, "--allow-missing": allow_missing, "--golden-format": golden_format,
-        "--target-format": target_format, "--repeat": repeat,
+        "--target-format": target_format, "--repeat": repeat, "--html": html,
     }  # fmt: skip
     _refuse_unread({name for name, value in given.items() if value}, golden, target, runs, save_noise is not None)
     if save_noise is not None:
         # What differs between modules teaches noise, also where whole runs are given.
         golden, target = _capture_of(golden), _capture_of(target)
     elif runs:
-        raise typer.Exit(_compare_runs(golden, target, name_map, noise, repeat, allow_missing, device, as_json))
+        raise typer.Exit(_compare_runs(golden, target, name_map, noise, repeat, allow_missing, device, html, as_json))
     from alignment.capture.readers import open_capture
     from alignment.diagnose.capture_comparison import compare_captures, learn_noise, load_noise
     from alignment.diagnose.capture_comparison import save_noise as write_noise
@@ -88,10 +90,12 @@ def compare(
         allow_missing=allow_missing or (),
         progress=_progress if sys.stderr.isatty() and not as_json else None,
     )
+    document = comparison.to_dict()
+    page = leave_answer(html, f"{target} against {golden}", comparison=document)
     if as_json:
-        print(json.dumps(comparison.to_dict(), indent=1))
+        print(json.dumps(document, indent=1))
     else:
-        for line in comparison_lines(comparison):
+        for line in (*comparison_lines(comparison), *([f"as a page: {page}"] if page else [])):
             print(line)
     raise typer.Exit(exit_code(comparison.verdicts(device)))
 
@@ -119,7 +123,7 @@ def _refuse_unread(given: set[str], golden: Path, target: Path, runs: bool, lear
     from alignment.errors import InputError
 
     if learning:
-        unread, compared = given & {"--stage", "--step", "--allow-missing", "--repeat"}, "with --save-noise"
+        unread, compared = given & {"--stage", "--step", "--allow-missing", "--repeat", "--html"}, "with --save-noise"
         advice = "noise is learned from all that both captures have: leave the option out"
     elif runs:
         unread, compared = given & {"--stage", "--step", "--golden-format", "--target-format"}, "for two runs"
@@ -132,7 +136,7 @@ def _refuse_unread(given: set[str], golden: Path, target: Path, runs: bool, lear
 
 
 def _compare_runs(
-    golden: Path, target: Path, name_map, noise, repeats, allow_missing, device: str, as_json: bool
+    golden: Path, target: Path, name_map, noise, repeats, allow_missing, device: str, html: Path | None, as_json: bool
 ) -> int:
     """Stages first; then, where both runs captured it, the first module in the first stage that diverges."""
     from alignment.capture.readers import open_capture
@@ -162,13 +166,16 @@ def _compare_runs(
     verdicts = [stage.verdict(subject=str(target), device=device, baseline=str(golden)) for stage in stages]
     if comparison is not None:
         verdicts += comparison.verdicts(device)
-    if as_json:
-        data = {
+    data = _finite(
+        {
             "stages": [verdict.to_dict() for verdict in verdicts[: len(stages)]],
             "first": None if first is None else {"step": first.step, "stage": first.stage, "reason": first.reason},
             "capture": None if comparison is None else comparison.to_dict(),
         }
-        print(json.dumps(_finite(data), indent=1))
+    )
+    page = leave_answer(html, f"{target} against {golden}", comparison=data)
+    if as_json:
+        print(json.dumps(data, indent=1))
         return exit_code(verdicts)
     for stage in stages:
         print(stage)
@@ -180,6 +187,8 @@ def _compare_runs(
             print(line)
     if first is not None:
         print(f"first divergence: step {first.step}, {first.stage}")
+    if page is not None:
+        print(f"as a page: {page}")
     return exit_code(verdicts)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import answer_samples
+import numpy as np
 import pytest
 from answer_samples import DOCUMENTS, SEEDS, STEPS, captured, finding, stage, write_answers
 from page_reader import HOSTILE, parsed
@@ -149,7 +150,8 @@ def test_a_comparison_is_a_table_of_stages_and_steps_under_its_first_divergence(
 
 
 def test_of_several_ranks_the_worst_stands_in_the_table():
-    ranks = [captured(1, "train", outcome, rank=i) for i, outcome in enumerate((Outcome.PASS, Outcome.FAIL, Outcome.PASS))]
+    outcomes = (Outcome.PASS, Outcome.FAIL, Outcome.PASS)
+    ranks = [captured(1, "train", outcome, rank=rank) for rank, outcome in enumerate(outcomes)]
     (grid,) = comparison_part({"stages": ranks}, HERE)["grids"]
     assert grid["rows"]["train"] == {1: {"outcome": "fail", "reason": f"rank 1: {HOSTILE}"}}
 
@@ -161,8 +163,8 @@ def test_a_failure_comes_before_what_cannot_be_told_and_a_gradient_is_drawn():
     assert first["path"] == ["train", "layers", "1", "mlp", "grad_weight"]
     assert (len(first["findings"]), first["more"]) == (40, 10)
     alone = comparison_part({"stages": [open_]}, HERE)
-    assert (alone["outcome"], alone["firsts"][0]["name"]) == ("inconclusive", "captures, step 1 train")
-    assert alone["headline"] == f"INCONCLUSIVE: first in captures, step 1 train: {HOSTILE}"
+    assert (alone["outcome"], alone["firsts"][0]["name"]) == ("inconclusive", "step 1 train")
+    assert alone["headline"] == f"INCONCLUSIVE: first in step 1 train: {HOSTILE}"
 
 
 def test_aligned_sides_and_a_side_that_lacks_a_step():
@@ -232,7 +234,7 @@ def test_a_run_with_verdicts_keeps_its_own_headline_and_one_without_takes_the_an
         ("ablation", {"effects": "none"}, "alignment ablate --json writes.*expected effects"),
         ("ablation", {"levels": [{"seed": 1}]}, "expected factors, level in every row"),
         ("comparison", {"stages": [{"stage": "a", "outcome": "maybe", "reason": ""}]}, "an outcome of fail, error"),
-        ("comparison", {"stages": [captured(1, "a", Outcome.PASS, first_forward={"module": 1})]}, "module and quantity"),
+        ("comparison", {"stages": [captured(1, "a", Outcome.PASS, first_forward={"module": 1})]}, "module and quant"),
         ("comparison", {"stages": [captured([1], "a", Outcome.PASS)]}, "a number as the step"),
         ("triage", {"causes": [{"axis": "data"}]}, "expected cause, evidence in every row"),
         ("triage", {"first_divergence": 3}, "expected first_divergence"),
@@ -272,8 +274,8 @@ def test_triage_writes_its_page_where_one_is_asked_for(tmp_path, monkeypatch):
     from alignment.diagnose import triage as module
 
     axis = AxisReport(axis=AXES[1], outcome=Outcome.PASS, reason="the same prompts")
-    nothing = {"causes": (), "modes": (), "first": None}
-    monkeypatch.setattr(module, "triage", lambda dut, base, **_: Triage(dut=dut, baseline=base, axes=(axis,), **nothing))
+    found = Triage(dut=Path("npu"), baseline=Path("gpu"), axes=(axis,), causes=(), modes=(), first=None)
+    monkeypatch.setattr(module, "triage", lambda *runs, **options: found)
     page = tmp_path / "page.html"
     silent = CliRunner().invoke(app, ["triage", "npu", "gpu"])
     assert silent.exit_code == 0 and "as a page" not in silent.stdout and not page.exists()
@@ -283,3 +285,25 @@ def test_triage_writes_its_page_where_one_is_asked_for(tmp_path, monkeypatch):
     page.unlink()
     document = CliRunner().invoke(app, ["triage", "npu", "gpu", "--html", str(page), "--json"])
     assert json.loads(document.stdout)["dut"] == "npu" and page.is_file()
+
+
+def record(directory: Path, *, scale: float = 1.0) -> Path:
+    """A capture as a folder of tensors: what a layer made."""
+    directory.mkdir()
+    np.save(directory / "layer.npy", scale * np.arange(1.0, 9.0, dtype=np.float32))
+    return directory
+
+
+def test_compare_writes_its_page_where_one_is_asked_for(tmp_path):
+    from alignment.cli import app
+
+    golden, page = record(tmp_path / "golden"), tmp_path / "page.html"
+    for name, scale, code, said in (("same", 1.0, 0, "ALIGNED: 1 stages"), ("wrong", 2.0, 1, "MISALIGNED: first in ")):
+        command = ["compare", str(golden), str(record(tmp_path / name, scale=scale)), "--html", str(page)]
+        shown = CliRunner().invoke(app, command)
+        assert shown.exit_code == code and shown.stdout.endswith(f"as a page: {page}\n"), shown.output
+        assert said in text_of(page)
+    told = CliRunner().invoke(app, [*command, "--json"])
+    assert told.exit_code == 1 and json.loads(told.stdout)["aligned"] is False
+    refused = CliRunner().invoke(app, [*command, "--save-noise", str(tmp_path / "noise.json")])
+    assert "--html is not read with --save-noise" in str(refused.exception)
