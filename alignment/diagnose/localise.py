@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding
 from alignment.diagnose.module_graph import Edge, ModuleGraph, Node, Pair
-from alignment.diagnose.noise import COPIED, DEFAULT_AMPLIFICATION, SUMS, Limits, NoiseModel
+from alignment.diagnose.noise import COPIED, SUMS, Limits, NoiseModel
 
 SCALARS = frozenset({"int", "float"})
 """Python numbers among the arguments of an operator (a scale, an ε, a k): configuration, so they are equal or wrong."""
 
 CONFIGURED = "a number of the configuration"
 HANDED_ON = "copied, not computed"
+
+SIGNED = ("gain", "bias")
+"""Reasons that rounding does not have, however large the result may be."""
+
+HELD = ("parameter", "attribute")
+"""Kinds of edges whose results a module has, and is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,7 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
     behind is then held to what its own sources explain.
     """
     found = _judged(graph, noise)
-    healed = _without_effect(graph, found)
+    healed = _without_effect(graph, noise, found)
     if healed:
         found = _judged_without(healed, graph, noise, found)
         # what the run was given and acts through these tensors alone; if it acts otherwise, that is found at its place
@@ -88,10 +94,10 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
             odd = [p for node in graph.nodes.values() for p in node.inputs if (p.owner, p.quantity) in given]
             found = _judged_without(_harmless(graph, found, set(map(_values, odd))), graph, noise, found)
         _accuse_again(graph, found)
-    calls, flagged = defaultdict(list), found.flagged
+    calls = defaultdict(list)
     for node in graph.nodes.values():
         calls[node.module].append(node)
-    later = [finding for finding in found.findings if _heals(finding, calls[finding.at], flagged)]
+    later = [finding for finding in found.findings if _heals(finding, calls[finding.at], found, graph, noise)]
     found.healed += later
     if later:
         found.findings = [finding for finding in found.findings if finding not in later]
@@ -162,25 +168,39 @@ def _families(graph: ModuleGraph) -> dict[str, Counter]:
     return families
 
 
-def _without_effect(graph: ModuleGraph, found: Localisation) -> list[Pair]:
+def _without_effect(graph: ModuleGraph, noise: NoiseModel, found: Localisation) -> list[Pair]:
     """Inputs that diverge, of modules that compute from them what they would have computed if these had agreed.
 
     A constant shift of all positions changes the rotation of queries and keys and no product of the two. Another input
-    has to agree, to measure by; and a tensor that does no harm in one module is no fault of itself in the next one,
-    so all that hold the same values are meant: see :func:`_harmless` for the exceptions.
+    that differs less has to be there, to measure by; and a tensor that does no harm in one module is no fault of itself
+    in the next one, so all that hold the same values are meant: see :func:`_harmless` for the exceptions.
     """
-    if not found.findings:
-        return []
-    flagged, equal = found.flagged, set()
-    for node in graph.nodes.values():
-        inputs = [p for p in node.inputs if not p.skipped]
-        odd = [p for p in inputs if id(p) in found.diverging and math.isfinite(p.difference.relative)]
-        odd = [p for p in odd if p.dtype not in SCALARS]
-        if odd and len(odd) < len(inputs):
-            clean = [p for p in inputs if id(p) not in found.diverging]
-            if _agrees(node, _largest_error(clean), flagged):
+    behind = _behind({(f.at, f.quantity) for f in found.introduced if _is_given(f)}, graph)
+    equal: set[tuple] = set()
+    # children before what they are in: the smaller the call, the less else may be wrong in it
+    for node in sorted(graph.nodes.values(), key=lambda node: node.last) if behind else ():
+        inputs = [p for p in node.inputs if not p.skipped and math.isfinite(p.difference.relative)]
+        odd = [p for p in inputs if id(p) in behind and id(p) in found.diverging and p.dtype not in SCALARS]
+        rest = [p.difference.relative for p in inputs if p not in odd]
+        if odd and rest and max(rest) < min(p.difference.relative for p in odd):
+            if not equal.issuperset(map(_values, odd)) and _agrees(node, odd, found, graph, noise):
                 equal.update(_values(pair) for pair in odd)
     return _harmless(graph, found, equal)
+
+
+def _behind(places: set[tuple[str, str]], graph: ModuleGraph) -> set[int]:
+    """Ids of the pairs at these places and of all that was computed from them."""
+    out: set[int] = set()
+
+    def take(edge: Edge) -> bool:
+        reached = edge.tainted or (edge.result.owner, edge.result.quantity) in places
+        if reached:
+            out.add(id(edge.result))
+        return reached
+
+    if places:
+        graph.walk(take)
+    return out
 
 
 def _harmless(graph: ModuleGraph, found: Localisation, values: set[tuple]) -> list[Pair]:
@@ -202,54 +222,56 @@ def _values(pair: Pair) -> tuple:
     return (pair.identity or id(pair), pair.difference.relative, pair.difference.gain, pair.difference.bias)
 
 
-def _heals(finding: Finding, calls: Sequence[Node], flagged: set[tuple[str, str]]) -> bool:
-    """Whether what differs at the entrance of a module makes no difference behind it.
-
-    What a module computes has to agree as if that input had agreed; noise of the other inputs, near ties inside that
-    this noise moved, and rounding are all that is allowed.
-    """
+def _heals(
+    finding: Finding, calls: Sequence[Node], found: Localisation, graph: ModuleGraph, noise: NoiseModel
+) -> bool:
+    """Whether what differs at the entrance of a module makes no difference behind it."""
     if not _is_given(finding):
         return False
+    flagged = found.flagged
     for node in calls:
-        clean = [p for p in node.inputs if not p.skipped and (node.module, p.quantity) not in flagged]
-        if not _agrees(node, _largest_error(clean), flagged):
+        odd = [pair for pair in node.inputs if not pair.skipped and (node.module, pair.quantity) in flagged]
+        if not _agrees(node, odd, found, graph, noise):
             return False
     return bool(calls)
 
 
-def _agrees(node: Node, error: float, flagged: set[tuple[str, str]]) -> bool:
-    """Whether the outputs of a module are as near to golden as ``error`` of its inputs explains."""
-    outputs = [pair for pair in node.outputs if not pair.skipped]
-    if all(pair.discrete for pair in outputs):
-        return False
-    error = _with_near_ties(node, error, flagged)
-    if any((node.module, pair.quantity) in flagged for pair in outputs):
-        return False
-    return all(pair.difference.relative <= _explained(error, pair) for pair in outputs)
+def _agrees(node: Node, odd: Sequence[Pair], found: Localisation, graph: ModuleGraph, noise: NoiseModel) -> bool:
+    """Whether a call computes what it would have computed if ``odd`` had agreed.
 
-
-def _explained(error: float, pair: Pair) -> float:
-    """What an error of the sources and rounding explain of a module's result."""
-    return DEFAULT_AMPLIFICATION["own"] * math.hypot(error, rounding(pair.dtype), RESOLUTION)
-
-
-def _largest_error(pairs: Sequence[Pair]) -> float:
-    errors = [rounding(p.dtype) if p.healed else p.difference.relative for p in pairs if not p.skipped]
-    return max([error for error in errors if math.isfinite(error)], default=0.0)
-
-
-def _with_near_ties(node: Node, error: float, flagged: set[tuple[str, str]]) -> float:
-    """``error``, or the one of an index that was chosen inside if that is larger.
-
-    Only near ties count: the choice is not flagged, and what it was made from is no farther off than ``error``
-    explains.
+    It is judged alone: noise of its other inputs, near ties inside that this noise moved, and rounding are all that may
+    show in what it computes. Where another input diverges, if only by a sign that rounding does not have, what follows
+    it has that sign as well, and is held to its size.
     """
+    values = set(map(_values, odd))
+    outputs = [pair for pair in node.outputs if not pair.skipped]
+    if all(pair.discrete for pair in outputs) or any(_values(pair) in values for pair in outputs):
+        return False
+    taken = [pair for pair in _inside(node) if not pair.healed and _values(pair) in values]
+    for pair in taken:
+        pair.healed = True
+    given = {id(pair): id(pair) in found.diverging and not pair.healed for pair in node.inputs}
+    inner = Localisation()
+    judge = _Judge(noise, inner, {})
+
+    def take(edge: Edge) -> bool:
+        if edge.kind in HELD:
+            return False
+        known = given.get(id(edge.result))
+        return judge.take(edge) if known is None else known
+
+    graph.walk_call(node, take)
+    for pair in taken:
+        pair.healed = False
+    return all(finding.status == "inherited" and finding.reason in SIGNED for finding in inner.findings)
+
+
+def _inside(node: Node) -> Iterator[Pair]:
+    """What a call and its children were given and gave out."""
+    yield from node.inputs
+    yield from node.outputs
     for child in node.children:
-        error = _with_near_ties(child, error, flagged)
-        chosen = [p for p in child.outputs if p.discrete and (child.module, p.quantity) not in flagged]
-        if chosen and all(p.difference.relative <= _explained(error, p) for p in child.inputs if not p.discrete):
-            error = max(error, _largest_error(chosen))
-    return error
+        yield from _inside(child)
 
 
 def learn(graph: ModuleGraph, noise: NoiseModel) -> None:
@@ -345,6 +367,10 @@ class _Judge:
         if difference.problem or not math.isfinite(difference.relative):
             return self._problem(edge, difference)
         found.compared += 1
+        if edge.result.reordered and edge.kind not in COPIED:
+            # so few that near ties moved may as well have moved to and fro, which leaves as many of each
+            exchanged = edge.result.exchanged
+            difference.relative = exchanged if exchanged <= self._most_choices(edge) else 0.0
         if difference.detail == "sketch" and difference.relative <= RESOLUTION:
             return False
         if edge.kind in ("parameter", "attribute", "input") or edge.result.dtype in SCALARS:
@@ -354,8 +380,8 @@ class _Judge:
         limits = self.limits = self.noise.limits(edge)
         measures = (
             ("relative difference", difference.relative, limits.relative),
-            ("gain", abs(limits.gain_left), limits.gain),
-            ("bias", abs(limits.bias_left), limits.bias),
+            (SIGNED[0], abs(limits.gain_left), limits.gain),
+            (SIGNED[1], abs(limits.bias_left), limits.bias),
         )
         name, value, limit = max(measures, key=lambda m: _ratio(m[1], m[2]))
         origin = limits.origin
@@ -386,8 +412,7 @@ class _Judge:
         """Indices: equal sources choose alike; else choices move where their margin is below the sources' error."""
         if difference.relative == 0.0:
             return False
-        # token ids and masks of the pipeline are handed on, not chosen by a margin
-        limit = 0.0 if edge.kind == "value" else self.noise.choices(edge)
+        limit = self._most_choices(edge)
         found = ("choices", difference.relative, limit, "near ties within the sources' error")
         if difference.relative <= limit:
             if edge.tainted or edge.position not in self.consistent:
@@ -395,6 +420,10 @@ class _Judge:
             found = self.consistent[edge.position]
         self._add(edge, difference, "inherited" if edge.tainted else "introduced", *found)
         return True
+
+    def _most_choices(self, edge: Edge) -> float:
+        """Token ids and masks of the pipeline are handed on, not chosen by a margin."""
+        return 0.0 if edge.kind == "value" else self.noise.choices(edge)
 
     def _add(self, edge: Edge, difference: Difference, status: str, name: str, value: float, limit: float, origin: str):
         pair = edge.result

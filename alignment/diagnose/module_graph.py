@@ -37,6 +37,7 @@ class Pair:
         same_dtype: whether both sides stored it alike.
         discrete: integers or booleans: indices, ids, masks.
         reordered: an index whose values are the same in another order.
+        exchanged: how far off such an index is if its values had moved instead.
         identity: what tells whether two rows of golden hold the same values, or None.
         bound: how far off the two are at least, of rows in an unknown order, where others are exact; else None. As a
             source such a pair is no nearer than what it was computed from, which the walk fills in.
@@ -67,6 +68,7 @@ class Pair:
     skipped: bool = False
     healed: bool = False
     given: bool = False
+    exchanged: float = 0.0
 
     @property
     def quantity(self) -> str:
@@ -227,6 +229,11 @@ class ModuleGraph:
         """Visit every edge in the order things were computed: forward, then backward, then gradients of parameters."""
         _Walk(self, judge).run()
 
+    def walk_call(self, node: Node, judge: Judge) -> None:
+        """Visit the edges of one call of the forward pass alone: what it is given, its children, what it gives out."""
+        above = node.parent
+        _Walk(self, judge).call(node, above.module if above else "", above.class_name if above else "")
+
 
 def _forward_tree(nodes: list[Node]) -> list[Node]:
     """Give every node its parent: the nearest captured ancestor by name that finished after it first."""
@@ -319,6 +326,10 @@ class _Walk:
         for owner in graph.parameter_gradients:
             self._parameter_gradients(owner, self.forward_scopes.get(owner, self.last_forward))
 
+    def call(self, node: Node, culprit: str, parent_class: str) -> None:
+        """As :meth:`run`, of one node of the forward pass."""
+        self._forward(node, Scope(), culprit, parent_class)
+
     def _visit(
         self, kind: str, culprit: str, key: tuple[str, ...], pair: Pair, scope: Scope, unordered: bool = False,
         source: Difference | None = None, tokens: int | None = None, index: Edge | None = None,
@@ -403,7 +414,7 @@ class _Walk:
                 if pair.discrete:
                     scope.add(pair, self.flag[id(pair)])
                     # what was listed in another order belongs to other places of the same list
-                    unordered |= pair.reordered
+                    unordered |= pair.reordered and pair.difference.relative == 0.0
         saved = self.forward_scopes.setdefault(node.module, Scope())
         saved.join(scope)
         for pair in node.outputs:

@@ -383,6 +383,7 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
     same = dtype == target.dtype
     difference = difference_of(golden, target, discrete)
     reordered = discrete and not difference.problem and difference.relative > 0.0 and _same_values(a, b)
+    exchanged = difference.relative if reordered else 0.0
     if reordered:
         difference.relative = 0.0
     by_statistics = identity = None
@@ -396,7 +397,7 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
         owner, golden.class_name, kind, golden.direction, call, golden.role, golden.path, golden.order,
         dtype if same else coarser(dtype, target.dtype), shape, difference, discrete, name, identity, False,
         by_statistics, same,
-        reordered,
+        reordered, exchanged=exchanged,
     )  # fmt: skip
 
 

@@ -50,3 +50,22 @@ def test_the_whole_protocol_meets_its_bars(setting):
     missed = [f"{r.case}: {r.named} ({r.reason})" for r in results if r.culprit is not None and not r.hit]
     assert len(missed) <= MISSED[setting], missed
     assert [f"{r.case}: {r.reason}" for r in results if r.culprit is None and not r.hit] == []
+
+
+SHIFT = 16
+BEHIND = ("stale weight 1e-03 (one layer)", "TP shards swapped", "router top-k 1 for 2")
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_fault_is_named_first_behind_a_shift_of_positions(name):
+    case = next(case for case in protocol.FAULTS if case.name == name)
+    result, _ = detection.judge(case, protocol.REALISTIC, SEED, None, shift=SHIFT)
+    assert result.named == case.culprit, result.reason
+
+
+def test_a_shift_of_positions_alone_is_quiet():
+    # rotations that are rounded to bfloat16 move scores further than kernels do
+    case = next(case for case in protocol.BENIGN if case.name == "other kernels, dense")
+    result, comparison = detection.judge(case, protocol.REALISTIC, SEED, None, shift=SHIFT)
+    assert result.named is None, result.reason
+    assert "differ without effect ((root) in kwargs.position_ids)" in comparison.stages[0].reason()
