@@ -1,20 +1,31 @@
 """Every command of the documentation is executed, page by page, from top to bottom, in a copy of the repository.
 
-The commands of a page build on each other, as its reader would type them. What needs a device, an engine or an hour
-says so in a comment before its block, with the reason, and is only parsed
-(``tests/unit/test_docs_commands_parse.py``), except that what needs an engine is executed here where the engine is
-installed (``-m "docs and engine"``). CI executes all pages but those of ``HEAVY``, which the nightly executes
-(ci/nightly.yaml: docs-slow, docs-engines-slow).
+The commands of a page build on each other, as its reader would type them. What needs a device, an engine or a cluster
+says so in a comment before its block, with the reason. What needs an engine is executed where the engine is installed
+(``-m "docs and engine"``). What needs a device or a cluster is executed with the stand-in that a comment declares: the
+emulated NPU, the CPU for a GPU, a Ray cluster of this machine, a folder for a store. That proves the command line and
+the flow, and nothing of the device. The rest is only parsed (``tests/unit/test_docs_commands_parse.py``).
+
+CI executes all pages but those of ``HEAVY`` and ``HEAVY_STAND_IN``, which the nightly executes (ci/nightly.yaml:
+docs-slow, docs-engines-slow).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import re
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
+import sysconfig
+import textwrap
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,10 +48,14 @@ class Given:
     Attributes:
         words: what its reader puts in the place of the words in capitals.
         before: shell commands that make what lies in the reader's folder before the page begins.
+        cluster: whether a Ray cluster of this machine runs meanwhile.
+        after: shell commands once the page is through, whose exit code counts.
     """
 
     words: dict[str, str] = field(default_factory=dict)
     before: str = ""
+    cluster: bool = False
+    after: str = ""
 
 
 SHORT_RUN = f"alignment dapo --executor inprocess {STEPS} trainer.record_batches=true capture.detail=sketch --run-dir"
@@ -99,6 +114,15 @@ GIVEN = {
             alignment dapo --executor inprocess {STEPS} ascend_precision_collector=gpu.yaml
         """,
     ),
+    "docs/how-to/bisect.md": Given(
+        # One commit between a good end and a bad one.
+        before="""
+            git commit -q --allow-empty -m between
+            echo 'def test_that_is_broken(): assert False' >> tests/unit/models/test_oracle_transformers.py
+            git commit -qam broken
+            git bisect start HEAD HEAD~2
+        """,
+    ),
     "docs/how-to/your-own-verl-run.md": Given(
         words={"CHECKPOINT": CHECKPOINT},
         before="""
@@ -115,6 +139,43 @@ GIVEN = {
 }
 
 
+LOCAL_NIGHT = """
+            cat > night.yaml <<END
+            version: 1
+            rows:
+              - {{name: local, chip: CPU, device: cpu, nodes: {nodes}, phases: [doctor-nodes, files]}}
+            phases:
+              doctor-nodes: {{command: [alignment, doctor, --json], where: every-node, timeout_minutes: 10}}
+              files:
+                command: [pytest, tests/unit/test_files.py, --junitxml, "{{out}}/junit.xml"]
+                timeout_minutes: 10
+            END
+"""
+STAND_INS = {
+    "docs/ci.md": Given(
+        before=LOCAL_NIGHT.format(nodes=2),
+        after="""wait $! && grep -q '"nodes": 2' store/nights/local/tonight/launch.json""",
+    ),
+    "docs/diagnose.md": Given(cluster=True),
+    "docs/nightly.md": Given(
+        cluster=True,
+        # The first attempt is ended in its first phase.
+        before=LOCAL_NIGHT.format(nodes=1)
+        + """
+            alignment nightly run night.yaml --row local --out runs/nights/tonight --ray-address auto > begun.log 2>&1 &
+            until grep -q 'doctor-nodes …' begun.log; do kill -0 $! && sleep 0.1; done
+            kill $!
+            ! wait $!
+        """,
+        after="""grep -q '"outcome": "pass"' runs/nights/tonight/night.json""",
+    ),
+    # As the vendor's script does it: what is installed for the system comes in by a variable.
+    "docs/how-to/run-on-atlas.md": Given(
+        before=f"mkdir runs && echo 'export PYTHONPATH=$PYTHONPATH:{sysconfig.get_path('purelib')}' > runs/set_env.sh",
+    ),
+}
+"""What the declared stand-ins of a page take for granted."""
+
 HEAVY = (
     "docs/diagnose.md",
     "docs/faults.md",
@@ -123,10 +184,20 @@ HEAVY = (
     "docs/verl.md",
 )
 """What CI has no time for, and the nightly runs: ``-m "docs and slow"``, with ``and engine`` what needs one."""
+HEAVY_STAND_IN = (
+    "docs/ascend-plugins.md",
+    "docs/bisect.md",
+    "docs/ci.md",
+    "docs/diagnose.md",
+    "docs/how-to/run-on-atlas.md",
+    "docs/nightly.md",
+    "docs/verl.md",
+)
+"""Pages whose commands with a stand-in take over twenty seconds together."""
 
 
 def smaller(text: str) -> str:
-    """The same command made quick where the page leaves open how much: two steps, one process, one seed, one engine."""
+    """The same command made quick where the page leaves it open: two steps, one process, one seed, one category."""
     if re.match(r"alignment (dapo|gkd|ablate)\b", text):
         own = "engine=verl" not in text and not text.startswith("alignment ablate")
         if "total_training_steps" not in text:
@@ -142,7 +213,9 @@ def smaller(text: str) -> str:
     if text.startswith("alignment compare-engines") and "--engine" not in text:
         text = text.replace("compare-engines", "compare-engines --engine golden", 1)
     if text.startswith("alignment audit") and "--seeds" not in text and "--list" not in text:
-        text = text.replace("alignment audit", "alignment audit --seeds 1", 1)
+        # Every check against every fault takes an hour; against those of one category it is the same command.
+        few = " --category moe" if "--ablation" in text and "--category" not in text else ""
+        text = text.replace("alignment audit", f"alignment audit --seeds 1{few}", 1)
     return text
 
 
@@ -177,22 +250,52 @@ def copy_of_the_repository(target: Path) -> Path:
     return target
 
 
-def executed(page: Path, tmp_path: Path, chosen: list[Command]) -> str:
+@contextlib.contextmanager
+def ray_cluster(log: Path) -> Iterator[dict[str, str]]:
+    """A Ray cluster of one node on this machine; the variables by which its users find it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {
+        "RAY_ADDRESS": f"127.0.0.1:{port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    ray = Path(sys.executable).with_name("ray")
+    line = [ray, "start", "--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false", "--block"]
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            line, env={**os.environ, **variables}, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        while "Ray runtime started" not in _read(log):
+            assert process.poll() is None, _read(log)
+            time.sleep(0.1)
+        yield variables
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def executed(page: Path, tmp_path: Path, chosen: list[Command], given: Given | None = None) -> str:
     """Runs the chosen commands of a page; what went wrong with the first that did not end as it should, or nothing."""
-    given = GIVEN.get(str(page), Given())
+    given = given or GIVEN.get(str(page), Given())
     sandbox, log = copy_of_the_repository(tmp_path / "repository"), tmp_path / "log"
     log.mkdir()
     for name, text in saved_blocks(page).items():
         (sandbox / name).write_text(text, encoding="utf-8")
     script = ["set -o pipefail; TIMEFORMAT='%0U + %0S of %0R s'", f"cd {sandbox}"]
     if given.before:
-        script.append(f"( set -eu\n{given.before}\n) > {log}/before.out 2>&1 || exit 99")
+        script.append(f"( set -eu\n{textwrap.dedent(given.before)}\n) > {log}/before.out 2>&1 || exit 99")
     for number, command in enumerate(chosen):
-        (log / f"{number}.sh").write_text(smaller(filled(command.text, given.words)), encoding="utf-8")
+        text = smaller(filled(command.with_stand_in, given.words))
+        (log / f"{number}.sh").write_text(text, encoding="utf-8")
         script += [
             f'{{ time eval "$(cat {log}/{number}.sh)" > {log}/{number}.out 2>&1 < /dev/null; }} 2> {log}/{number}.time',
             f"code=$?; echo $code > {log}/{number}.code; [ $code -eq {command.exits} ] || exit 1",
         ]
+    if given.after:
+        script.append(f"{{ {given.after}; }} > {log}/after.out 2>&1 || exit 98")
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -201,12 +304,14 @@ def executed(page: Path, tmp_path: Path, chosen: list[Command]) -> str:
         "COLUMNS": "120",
         "NO_COLOR": "1",
     }
-    process = subprocess.Popen(["bash", "-c", "\n".join(script)], env=environment, start_new_session=True)
-    try:
-        process.wait(timeout=SECONDS_PER_PAGE)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
+    with ray_cluster(log / "ray.out") if given.cluster else contextlib.nullcontext({}) as variables:
+        environment |= variables
+        process = subprocess.Popen(["bash", "-c", "\n".join(script)], env=environment, start_new_session=True)
+        try:
+            process.wait(timeout=SECONDS_PER_PAGE)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
     if process.returncode == 99:
         return f"{page}: what the page takes for granted could not be made:\n{_read(log / 'before.out')[-3000:]}"
     for number, command in enumerate(chosen):
@@ -217,6 +322,8 @@ def executed(page: Path, tmp_path: Path, chosen: list[Command]) -> str:
             return (
                 f"{command.place}: exit code {code.strip() or 'none'}, expected {command.exits}:\n{ran}\n{said[-3000:]}"
             )
+    if process.returncode == 98:
+        return f"{page}: what the page leaves is not what it should:\n{_read(log / 'after.out')[-3000:]}"
     return ""
 
 
@@ -227,17 +334,50 @@ def _read(path: Path) -> str:
 commands_of = functools.cache(commands)
 
 
-def of_page(page: Path, needs: str | None) -> list[Command]:
-    return [command for command in commands_of(page) if command.needs == needs]
+def of_page(page: Path, needs: str | None, *, stand_in: bool = False) -> list[Command]:
+    """The commands of a page that need nothing, or the engine; and of these those with or without a stand-in."""
+    if not stand_in:
+        return [command for command in commands_of(page) if command.stand_in is None and command.needs == needs]
+    declared = [command for command in commands_of(page) if command.stand_in is not None]
+    return [command for command in declared if (command.needs == "engine") == (needs == "engine")]
 
 
-def pages_with(needs: str | None) -> list:
+def pages_with(needs: str | None, *, stand_in: bool = False) -> list:
     """A parameter per page that has such commands; heavy ones are slow."""
+    heavy = HEAVY_STAND_IN if stand_in else HEAVY
     return [
-        pytest.param(page, id=str(page), marks=[pytest.mark.slow] if str(page) in HEAVY else [])
+        pytest.param(page, id=str(page), marks=[pytest.mark.slow] if str(page) in heavy else [])
         for page in english_pages()
-        if of_page(page, needs)
+        if of_page(page, needs, stand_in=stand_in)
     ]
+
+
+def passed_off(folder: Path) -> list[str]:
+    """Files below a folder in which a device is a GPU or an NPU and not the emulated one."""
+    found = []
+    for path in folder.rglob("*.json"):
+        if ".venv" in path.parts or ".git" in path.parts:
+            continue
+        left = [json.loads(path.read_text(encoding="utf-8"))]
+        while left:
+            one = left.pop()
+            if isinstance(one, dict):
+                left += one.values()
+                if "emulated" in one and one.get("kind") != "cpu" and one["emulated"] is not True:
+                    found.append(f"{path.relative_to(folder)}: {one.get('label')}")
+            elif isinstance(one, list):
+                left += one
+    return found + [f"baselines/{path.name}" for kind in ("cuda", "npu") for path in folder.glob(f"baselines/{kind}*")]
+
+
+def executed_with_stand_in(page: Path, tmp_path: Path, chosen: list[Command]) -> str:
+    """As ``executed``; and nothing that came of it may pass for a result of a GPU or an NPU."""
+    wrong = executed(page, tmp_path, chosen, STAND_INS.get(str(page), Given()))
+    for number, command in enumerate(chosen):
+        said = _read(tmp_path / "log" / f"{number}.out")
+        if not wrong and "--emulate-npu" in command.with_stand_in and "npu (emulated)" not in said:
+            wrong = f"{command.place}: what the emulated NPU printed does not say so:\n{said[-3000:]}"
+    return wrong or "\n".join(passed_off(tmp_path / "repository"))
 
 
 @pytest.mark.parametrize("page", pages_with(None))
@@ -249,6 +389,17 @@ def test_the_commands_of_a_page_do_what_it_says(page, tmp_path):
 @pytest.mark.parametrize("page", pages_with("engine"))
 def test_the_commands_of_a_page_that_need_an_engine_do_what_it_says(page, tmp_path):
     assert executed(page, tmp_path, of_page(page, "engine")) == ""
+
+
+@pytest.mark.parametrize("page", pages_with(None, stand_in=True))
+def test_the_commands_of_a_page_with_a_stand_in_do_what_it_says(page, tmp_path):
+    assert executed_with_stand_in(page, tmp_path, of_page(page, None, stand_in=True)) == ""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", pages_with("engine", stand_in=True))
+def test_the_commands_of_a_page_with_a_stand_in_that_need_an_engine_do_what_it_says(page, tmp_path):
+    assert executed_with_stand_in(page, tmp_path, of_page(page, "engine", stand_in=True)) == ""
 
 
 def test_a_copy_without_history_is_copied_without_what_is_ignored(tmp_path, monkeypatch):
@@ -267,3 +418,29 @@ def test_a_command_that_does_not_do_what_it_says_is_found(tmp_path):
     right, wrong = (Command(page=page, line=n, text=t) for n, t in ((3, "export A=1"), (4, "echo $A; test $A = 2")))
     found = executed(page, tmp_path, [right, wrong])
     assert found.startswith("docs/page.md:4: exit code 1, expected 0:") and found.endswith("1\n")
+
+
+def test_a_stand_in_is_what_is_executed_and_may_not_pass_for_a_device(tmp_path):
+    page = Path("docs/page.md")
+    fingerprint = '{"provenance": [{"kind": "npu", "label": "npu", "emulated": %s}]}'
+
+    def said(name, text, new):
+        chosen = [Command(page=page, line=3, text=text, needs="npu", stand_in=(("--device npu", new),))]
+        return executed_with_stand_in(page, tmp_path / name, chosen)
+
+    assert said("a", "test '--device npu' = here", "here") == ""
+    assert said("b", "echo --device npu", "--emulate-npu").startswith(
+        "docs/page.md:3: what the emulated NPU printed does not say so:"
+    )
+    assert said("c", "echo '--device npu'", "--emulate-npu: npu (emulated)") == ""
+    assert said("d", f"mkdir runs; echo '{fingerprint % 'true'}' > runs/run.json", "x") == ""
+    assert said("e", f"mkdir runs; echo '{fingerprint % 'false'}' > runs/run.json", "x") == "runs/run.json: npu"
+    assert said("f", "mkdir baselines/cuda", "x") == "baselines/cuda"
+
+
+def test_what_a_page_leaves_is_looked_at(tmp_path):
+    page = Path("docs/page.md")
+    chosen = [Command(page=page, line=3, text="sleep 0.1 && echo done > left &")]
+    assert executed(page, tmp_path / "a", chosen, Given(after="wait $! && grep done left")) == ""
+    wrong = executed(page, tmp_path / "b", chosen, Given(after="wait $! && grep nothing left"))
+    assert wrong.startswith("docs/page.md: what the page leaves is not what it should:")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,13 +22,16 @@ NEEDS = {
     "long": "longer than a test may take",
     "elsewhere": "nothing more, but another test executes it",
 }
-"""What keeps a command from being executed with the page it stands on. It is parsed all the same."""
+"""What keeps a command from being executed with the page it stands on as it stands. It is parsed all the same."""
+PROVES = r"it proves the command line and the flow, nothing of (?:the|your) \w+"
+"""What a declared stand-in has to say of itself."""
 
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<mark>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=mark)[ \t]*$", re.M | re.S
 )
 _DECLARATION = re.compile(
-    r"<!--\s*(needs (?P<kind>\w+)|exits (?P<code>\d+))(?P<only> for (?:`[^`]+`(?:, )?)+)?: (?P<why>[^>]+?)\s*-->"
+    r"<!--\s*(needs (?P<kind>\w+)|exits (?P<code>\d+)|stand-in (?P<put>`[^`]+` as `[^`]+`(?:, `[^`]+` as `[^`]+`)*))"
+    r"(?P<only> for (?:`[^`]+`(?:, )?)+)?: (?P<why>[^>]+?)\s*-->"
 )
 _MAY_GO_ON = re.compile(r"[\\'\"]|\b(?:for|while|if|until|do|then)\b")
 _OPERATORS = {"&&", "||", "|", ";", "&", "(", ")", "|&", ";;"}
@@ -124,7 +128,12 @@ def saved_blocks(page: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One complete statement of a bash block: a line with its continuation lines and here-documents."""
+    """One complete statement of a bash block: a line with its continuation lines and here-documents.
+
+    Attributes:
+        stand_in: what is put in the place of which words, in order, so that the test can execute it; None without one.
+        used: the beginnings and the replaced words of the declarations that say something of this command.
+    """
 
     page: Path
     line: int
@@ -132,12 +141,28 @@ class Command:
     needs: str | None = None
     why: str = ""
     exits: int = 0
+    stand_in: tuple[tuple[str, str], ...] | None = None
     used: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def place(self) -> str:
         """Where it stands, for messages."""
         return f"{self.page}:{self.line}"
+
+    @property
+    def with_stand_in(self) -> str:
+        """The statement as the test executes it; the one of the page where no stand-in is declared."""
+        text = self.text
+        for old, new in self.stand_in or ():
+            text = text.replace(old, new)
+        return text
+
+    @property
+    def executed(self) -> str:
+        """How a test executes it: plainly, engine, elsewhere, stand-in; or only parsed."""
+        if self.stand_in is not None:
+            return "stand-in"
+        return {None: "plainly", "engine": "engine", "elsewhere": "elsewhere"}.get(self.needs, "only parsed")
 
 
 def statements(text: str) -> list[tuple[int, str]]:
@@ -209,7 +234,7 @@ def commands(page: Path) -> list[Command]:
         found_here = statements(block.text)
         plain = [_without_comment(text).strip() for _, text in found_here]
         for (offset, text), bare in zip(found_here, plain):
-            needs, why, exits, used = None, "", 0, []
+            needs, why, exits, stand_in, used = None, "", 0, None, []
             for declared in block.declarations:
                 beginnings = re.findall(r"`([^`]+)`", declared["only"] or "")
                 # A beginning that is a whole command of the block means that one alone.
@@ -219,20 +244,21 @@ def commands(page: Path) -> list[Command]:
                 used += meant
                 if declared["kind"]:
                     needs, why = declared["kind"], declared["why"]
+                elif declared["put"]:
+                    stand_in = (stand_in or ()) + replacements(declared)
                 else:
                     exits = int(declared["code"])
-            found.append(
-                Command(
-                    page=page,
-                    line=block.line + 1 + offset,
-                    text=text,
-                    needs=needs,
-                    why=why,
-                    exits=exits,
-                    used=tuple(used),
-                )
+            command = Command(
+                page=page, line=block.line + 1 + offset, text=text, needs=needs, why=why, exits=exits, stand_in=stand_in
             )
+            used += [old for old, _ in stand_in or () if old in text]
+            found.append(replace(command, used=tuple(used)))
     return found
+
+
+def replacements(declared: re.Match) -> tuple[tuple[str, str], ...]:
+    """What a declared stand-in puts in the place of what."""
+    return tuple(re.findall(r"`([^`]+)` as `([^`]+)`", declared["put"] or ""))
 
 
 def simple_commands(text: str) -> list[list[str]]:
@@ -294,14 +320,17 @@ def _bare(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Prints how many commands the pages have, and of each that is not executed with its page the reason."""
+    """Prints how many commands the pages have, and of each that no test executes its page and the reason."""
     every = [command for page in english_pages() for command in commands(page)]
-    left = [command for command in every if command.needs not in (None, "engine")]
-    for command in left:
-        print(f"{command.place}: needs {command.needs}: {command.why}: {command.text.splitlines()[0]}")
-    with_engine = sum(command.needs == "engine" for command in every)
-    executed = len(every) - len(left) - with_engine
-    print(f"{len(every)} commands: {executed} executed, {with_engine} where the engine is, {len(left)} only parsed")
+    count = Counter(command.executed for command in every)
+    for command in every:
+        if command.executed == "only parsed":
+            print(f"{command.place}: needs {command.needs}: {command.why}: {command.text.splitlines()[0]}")
+    print(
+        f"{len(every)} commands: {count['plainly']} executed, {count['engine']} where the engine is, "
+        f"{count['elsewhere']} by another test, {count['stand-in']} with a stand-in for a device or a cluster, "
+        f"{count['only parsed']} only parsed"
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -10,13 +11,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from docs_executors import fault_of_claim, named
 from docs_pages import (
     NEEDS,
+    PROVES,
     ROOT,
     Command,
     blocks,
     commands,
     english_pages,
+    replacements,
     saved_blocks,
     simple_commands,
     statements,
@@ -214,15 +218,86 @@ def test_what_is_not_executed_says_why(page):
                 assert declared["kind"] in NEEDS, f"{where}: needs {declared['kind']}; known are {', '.join(NEEDS)}"
             for beginning in re.findall(r"`([^`]+)`", declared["only"] or ""):
                 assert beginning in used, f"{where}: no command of the block begins with {beginning!r}"
+            for old, _ in replacements(declared):
+                assert old in used, f"{where}: no command of the block that the stand-in is for has {old!r}"
+            if declared["put"]:
+                assert re.search(f"{PROVES}$", declared["why"]), f"{where}: a stand-in has to end in: {PROVES}"
     for command in commands(page):
-        named = re.findall(r"(?<![\w/])(?:\.ci|[\w-]+(?=/))/[\w./-]*\w", command.why)
-        assert [name for name in named if not (ROOT / name).exists()] == [], f"{command.place}: {command.why}"
-        assert command.needs != "elsewhere" or named, f"{command.place}: which test executes it?"
+        gone = [name for name, _ in named(command.why) if not (ROOT / name).exists()]
+        assert gone == [], f"{command.place}: {command.why}"
+        assert not command.stand_in or command.needs, f"{command.place}: a stand-in, and nothing that it stands for"
     declarations = sum(len(block.declarations) for block in blocks(text))
     # One that the pattern does not read would silently declare nothing.
-    assert declarations == len(re.findall(r"^ *<!--\s*(?:needs|exits)\b", text, flags=re.M)), (
+    assert declarations == len(re.findall(r"^ *<!--\s*(?:needs|exits|stand-in)\b", text, flags=re.M)), (
         f"{page}: a declaration that stands before no block"
     )
+
+
+@pytest.mark.parametrize("page", english_pages(), ids=str)
+def test_the_command_with_its_stand_in_parses_too(page, pytestconfig):
+    made = files_of(page)
+    wrong = [
+        f"{command.place}: {' '.join(words)}: {fault}"
+        for command in commands(page)
+        if command.stand_in
+        for words in programs(dataclasses.replace(command, text=command.with_stand_in))
+        if (fault := fault_of(words, pytestconfig, made))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", english_pages(), ids=str)
+def test_what_is_said_to_be_executed_elsewhere_is(page):
+    claimed = [command for command in commands(page) if command.needs == "elsewhere"]
+    assert [f"{c.place}: {fault}" for c in claimed if (fault := fault_of_claim(c))] == []
+
+
+JUDGES = "test_the_command_judges_by_stored_curves"
+GKD = f"tests/e2e/test_gkd.py::{JUDGES} executes it"
+OF_GKD = f"tests/e2e/test_gkd.py: no call or list that {JUDGES} uses has the words of"
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "fault"),
+    [
+        ("alignment gkd --baseline baselines", GKD, None),
+        ("alignment gkd --config x", GKD, OF_GKD),
+        ("alignment gdk --baseline x", GKD, OF_GKD),
+        ("alignment gkd", "tests/e2e/test_gkd.py", "tests/e2e/test_gkd.py: which test of it? Write FILE::TEST"),
+        ("alignment gkd", "tests/e2e/test_gkd.py::test_it", "tests/e2e/test_gkd.py: there is no test_it"),
+        ("alignment gkd", "tests/e2e/test_gkd.py::alignment", "tests/e2e/test_gkd.py: alignment is no test"),
+        ("alignment gkd", "tests/e2e/test_gdk.py::test_it", "tests/e2e/test_gdk.py: there is no such file"),
+        ("alignment gkd", "minutes", "which test executes it?"),
+        ("alignment stress", "docs/diagnose.md", None),
+        ("alignment run --seeds 3", "docs/bisect.md", "docs/bisect.md: no command that it executes has the words of"),
+        ("alignment gkd --baseline b", "ci/nightly.yaml", None),
+        ("alignment stress", "ci/nightly.yaml", "ci/nightly.yaml: no phase of a row on the CPU has the words of"),
+        ("pytest -m npu --emulate-npu", ".ci/run", None),
+        ("pytest -m npu --junitxml x", ".ci/run", ".ci/run: no command of it has the words of"),
+        ("alignment run", ".ci/run", None),
+        ("alignment audit", ".ci/run", ".ci/run: no command of it has the words of"),
+        ("alignment run --run-dir runs/first", "scripts/newcomer.sh", None),
+        ("alignment stress", "scripts/newcomer.sh", "scripts/newcomer.sh: no command of it has the words of"),
+        ("true && alignment stress", "scripts/newcomer.sh", "scripts/newcomer.sh: no command of it has the words of"),
+    ],
+)  # fmt: skip
+def test_a_claim_is_held_to_what_it_names(text, why, fault):
+    found = fault_of_claim(Command(page=Path("page.md"), line=1, text=text, needs="elsewhere", why=why))
+    missing = text.replace("true && ", "")
+    assert found == (f"{fault} {missing!r}" if fault and fault.endswith("the words of") else fault)
+
+
+def test_a_stand_in_is_read():
+    text = "<!-- needs npu: a node -->\n"
+    text += "<!-- stand-in `--device npu` as `--device cpu`, `/data` as `d` for `alignment run`: {} -->\n"
+    proves = "the CPU; it proves the command line and the flow, nothing of the device"
+    block = "```bash\nalignment run --device npu --run-dir /data/x\nalignment stress --device npu\n```\n"
+    (found,) = blocks(text.format(proves) + block)
+    assert replacements(found.declarations[1]) == (("--device npu", "--device cpu"), ("/data", "d"))
+    assert re.search(f"{PROVES}$", found.declarations[1]["why"])
+    command = Command(page=Path("page.md"), line=1, text="a b", stand_in=(("a", "b"), ("b b", "c")), needs="npu")
+    assert (command.with_stand_in, command.executed) == ("c", "stand-in")
+    assert Command(page=Path("page.md"), line=1, text="a b", needs="npu").executed == "only parsed"
 
 
 def test_statements_are_complete():
