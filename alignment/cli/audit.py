@@ -8,7 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import JsonOption, console_on, one_thread
+from alignment.cli.options import HtmlOption, JsonOption, console_on, one_thread, say
+from alignment.cli.report import leave_answer
 from alignment.numerics.verdict import ALIGNED, MISALIGNED
 
 FaultsArgument = Annotated[
@@ -26,6 +27,7 @@ def audit(
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = min(2, os.cpu_count() or 1),
     list_faults: Annotated[bool, typer.Option("--list", help="Print the catalogue and stop.")] = False,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Inject every fault of the catalogue and say which check catches it, in which layer, and where it puts it."""
@@ -53,8 +55,12 @@ def audit(
     with one_thread(), suite_progress(console_on(True), quiet=as_json) as progress:
         progress.begin("audit", runs)
         result = run_audit(chosen, all_checks(), seeds=seeds, ablation=ablation, jobs=jobs, progress=progress.advance)
+    document = result.to_dict()
+    page = leave_answer(html, f"audit of {len(chosen)} faults", audit=document)
     if as_json:
-        print(json.dumps(result.to_dict(), indent=1))
+        print(json.dumps(document, indent=1))
     else:
         print_audit(console, result)
+        if page is not None:
+            say(console, f"as a page: {page}")
     raise typer.Exit(ALIGNED if result.passes else MISALIGNED)

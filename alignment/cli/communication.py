@@ -22,6 +22,7 @@ from alignment.cli.options import (
     one_thread,
     say,
 )
+from alignment.cli.report import leave_page
 from alignment.errors import InputError
 from alignment.numerics.verdict import exit_code
 
@@ -60,7 +61,7 @@ def communication(
     from alignment.diagnose.trained_role import roles_of
     from alignment.faults.injection import WORKER_SETUP, active
     from alignment.report.progress import tasks
-    from alignment.report.run_directory import finite, new_run_directory
+    from alignment.report.run_directory import finite, new_run_directory, write_verdicts
     from alignment.report.terminal import print_verdicts
     from alignment.rl.config import load_config
     from alignment.rl.ray_executor import RayExecutor
@@ -76,7 +77,7 @@ def communication(
     settings = _located(settings)
     roles = roles_of(settings)
     chosen = find_device(device, emulate_npu)
-    directory, console = run_dir or new_run_directory(RUNS), console_on(as_json)
+    directory, console = new_run_directory(RUNS, requested=run_dir), console_on(as_json)
     found = []
     with one_thread(), active(fault or []), tasks(console_on(True), "communication", quiet=as_json) as progress:
         for role in roles:
@@ -93,8 +94,11 @@ def communication(
                 )
             )
     verdicts = [verdict for one in found for verdict in one.verdicts()]
+    write_verdicts(directory, verdicts)
+    page = leave_page(directory)
     if as_json:
         document = {"verdicts": [v.to_dict() for v in verdicts], **found[0].to_dict(), "run": str(directory)}
+        document["page"] = page and str(page)
         document |= {one.role: one.to_dict() for one in found[1:]}
         print(json.dumps(finite(document), indent=1))
     else:
@@ -102,6 +106,8 @@ def communication(
         for verdict in verdicts:
             say(console, f"{verdict.check}: {verdict.reason}")
         say(console, f"everything of this: {directory}")
+        if page is not None:
+            say(console, f"as a page: {page}")
     raise typer.Exit(exit_code(verdicts))
 
 

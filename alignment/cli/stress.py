@@ -11,11 +11,14 @@ from alignment.cli.options import (
     DeviceOption,
     EmulateOption,
     FaultOption,
+    HtmlOption,
     JsonOption,
     RequireOption,
     console_on,
     find_device,
+    say,
 )
+from alignment.cli.report import leave_answer
 from alignment.errors import InputError
 from alignment.numerics.verdict import exit_code
 
@@ -38,6 +41,7 @@ def stress(
     emulate_npu: EmulateOption = False,
     fault: FaultOption = None,
     require: RequireOption = False,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """One deterministic job on every card, compared bit by bit between cards and over time; names the odd card."""
@@ -81,6 +85,7 @@ def stress(
                 worker_setup=WORKER_SETUP,
             )
     verdicts = judge(records, lost=lost)
+    page = leave_answer(html, "the same job on every card", verdicts=verdicts)
     if as_json:
         document = {
             "summary": summary(records) if records else {},
@@ -97,4 +102,6 @@ def stress(
                 f"elements each, {told['seconds']:.1f} s",
                 markup=False,
             )
+        if page is not None:
+            say(console, f"as a page: {page}")
     raise typer.Exit(exit_code(verdicts, require=require))

@@ -19,6 +19,7 @@ from alignment.files import read_json, write_atomically
 from alignment.numerics.verdict import Measure, Outcome, Verdict
 from alignment.report.ablation_page import ABLATION, ablation_part
 from alignment.report.answer import NUMBER, other_shape, rows, trail
+from alignment.report.audit_page import audit_part
 from alignment.report.comparison_page import comparison_part
 from alignment.report.night import NIGHT, NightRecord, read_night
 from alignment.report.provenance_view import both_sides
@@ -40,12 +41,13 @@ CURVES = (
 """Shown first where a run has them; every other metric is one choice away."""
 
 GAP = "training/rollout_log_probs_abs_diff_mean"
-SIDE_FILES = {"audit": "audit.json", "memory": "memory.json"}
+MEMORY = "memory.json"
 ANSWERS = {
     "replay": (REPLAY, replay_part),
     "ablation": (ABLATION, ablation_part),
     "comparison": ("comparison.json", comparison_part),
     "triage": ("triage.json", triage_part),
+    "audit": ("audit.json", audit_part),
 }
 """File beside a run and its reader, of the commands whose answer is a verdict; the first one stands above the page of a
 run that has no verdicts of its own."""
@@ -110,8 +112,8 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
     if "replay" in answers:  # its recording, the replay and every perturbed one: the drift between them is the answer
         folders = []
     trainings = [_training(path, run) for path in folders]
-    side = {name: read_json(run / file) for name, file in SIDE_FILES.items() if (run / file).is_file()}
-    if not (verdicts or trainings or side or answers or night):
+    memory = _memory(read_json(run / MEMORY), run / MEMORY) if (run / MEMORY).is_file() else None
+    if not (verdicts or trainings or (run / MEMORY).is_file() or answers or night):
         raise InputError(
             "the directory holds no run",
             where=run,
@@ -124,8 +126,7 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
         "sides": both_sides(verdicts, provenance, baselines),
         "provenance": provenance,
         "stack": (run / STACK).read_text(encoding="utf-8") if (run / STACK).is_file() else "",
-        "audit": _audit(side.get("audit")),
-        "memory": _memory(side.get("memory"), run / SIDE_FILES["memory"]),
+        "memory": memory,
     }
     if night is not None:
         from alignment.report.night_page import night_part
@@ -170,7 +171,6 @@ def _part(
         "sides": None,
         "provenance": None,
         "stack": "",
-        "audit": None,
         "memory": None,
         **{key: answers.get(key) for key in ANSWERS},
     }
@@ -348,16 +348,6 @@ def _band(run: Path, baselines: Path) -> dict[str, Any] | None:
             "high": [max(rows[s]) for s in steps],
         }
     return None
-
-
-def _audit(found: Any) -> dict[str, Any] | None:
-    """The matrix of ``alignment audit --json``, by name of its columns."""
-    if not isinstance(found, Mapping) or not isinstance(found.get("matrix"), list):
-        return None
-    rows = [row for row in found["matrix"] if isinstance(row, Mapping)]
-    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], (dict, list))))
-    totals = {key: found[key] for key in found if isinstance(found[key], (int, float, str))}
-    return {"totals": totals, "columns": columns, "rows": [[row.get(c, "") for c in columns] for row in rows]}
 
 
 def _memory(found: Any, path: Path) -> list[dict[str, Any]] | None:

@@ -44,6 +44,9 @@ def told(run: Path, into: Path, *arguments: str) -> tuple[int, dict]:
         app, ["communication", "--run", str(run), "--device", "cpu", "--run-dir", str(into), "--json", *arguments]
     )
     assert made.stdout, made.exception
+    page = into / "report.html"
+    assert json.loads(made.stdout)["page"] == str(page)
+    assert ("MISALIGNED" in page.read_text()) is (made.exit_code == 1) and (into / "verdicts.json").is_file()
     return made.exit_code, json.loads(made.stdout)
 
 

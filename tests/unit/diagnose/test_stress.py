@@ -183,14 +183,16 @@ def test_twenty_trials_with_flipped_bits_in_the_default_run():
     assert found >= 19
 
 
-def test_the_command_over_processes():
-    arguments = ["stress", "--device", "cpu", "--workers", "3", "--rounds", "1", "--json"]
+def test_the_command_over_processes(tmp_path):
+    page = tmp_path / "page.html"
+    arguments = ["stress", "--device", "cpu", "--workers", "3", "--rounds", "1", "--json", "--html", str(page)]
     found = CliRunner().invoke(app, [*arguments, "--fault", f"{FAULTS}:second_card"])
     assert found.exit_code == 1, found.output
     document = json.loads(found.stdout)
     assert document["verdicts"][0]["check"].endswith("/1")
     assert [v["outcome"] for v in document["verdicts"]] == ["fail", "pass", "pass"]
     assert document["summary"]["cards"] == 3
+    assert "MISALIGNED: 1 fail, 2 pass" in page.read_text()
 
 
 def test_processes_that_die_are_reported_and_not_waited_for():

@@ -168,11 +168,11 @@ def test_faults_are_an_override_of_every_training_command():
     assert named == ["e.py:f", "a-b", "c-d"] and rest == ["trainer.seed=3"]
 
 
-def test_the_command_prints_what_machines_read():
-    ids = "z-loss-on-probabilities,rope-second-half-not-written"
-    done = CliRunner().invoke(app, ["audit", "--faults", ids, "--json", "--jobs", "1"])
+def test_the_command_prints_what_machines_read_and_writes_what_people_do(tmp_path):
+    ids, page = "z-loss-on-probabilities,rope-second-half-not-written", tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["audit", "--faults", ids, "--json", "--jobs", "1", "--html", str(page)])
     printed = json.loads(done.stdout)
-    assert done.exit_code == 0
+    assert done.exit_code == 0 and "PASSED: 2 of 2 defects caught, 0 false alarms" in page.read_text()
     counts = {
         k: printed[k] for k in ("defects", "caught", "placed", "by_cheapest_layer", "benign_runs", "false_alarms")
     }
@@ -191,8 +191,10 @@ def test_the_command_prints_what_machines_read():
 def test_the_command_takes_a_fault_from_a_file_and_fails_where_nothing_catches_it(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("import contextlib\n\n@contextlib.contextmanager\ndef nothing():\n    yield\n")
-    done = CliRunner().invoke(app, ["audit", "--faults", f"{path}:nothing"])
-    assert done.exit_code == 1 and "MISSED" in done.stdout
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["audit", "--faults", f"{path}:nothing", "--html", str(page)])
+    assert done.exit_code == 1 and "MISSED" in done.stdout and done.stdout.endswith(f"as a page: {page}\n")
+    assert "NOT PASSED: 0 of 1 defects caught, 0 false alarms" in page.read_text()
 
 
 def test_a_context_manager_that_declares_nothing_is_shown_where_it_is_caught(tmp_path):

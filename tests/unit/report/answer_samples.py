@@ -13,6 +13,7 @@ from alignment.diagnose.failure_modes import FailureMode
 from alignment.diagnose.long_replay import BAR, METRICS, Drift, LongReplay, drift_curve, relative_error
 from alignment.diagnose.run_stages import StageVerdict
 from alignment.diagnose.triage import Triage
+from alignment.faults.audit import Alarm, Audit, Row
 from alignment.files import write_json
 from alignment.numerics.verdict import Divergence, Measure, Outcome
 from alignment.report.run_directory import finite
@@ -127,7 +128,17 @@ def triage() -> dict[str, Any]:
     ).to_dict()
 
 
-DOCUMENTS = {"replay": replay, "ablation": ablation, "comparison": comparison, "triage": triage}
+def audit(*, check: str = HOSTILE, alarms: int = 0) -> dict[str, Any]:
+    """One defect that a check catches or none does, and false alarms."""
+    row = Row(
+        fault=HOSTILE, category="moe", caught=bool(check), check=check, layer="unit-op", expected_layer="unit-op",
+        culprit="router", seconds=1.0,
+    )  # fmt: skip
+    found = [Alarm(fault=HOSTILE, seed=seed, finding=HOSTILE) for seed in range(alarms)]
+    return Audit(rows=[row], alarms=found, benign_runs=alarms, seconds=1.0).to_dict()
+
+
+DOCUMENTS = {"replay": replay, "ablation": ablation, "comparison": comparison, "triage": triage, "audit": audit}
 
 
 def write_answers(directory: Path) -> Path:

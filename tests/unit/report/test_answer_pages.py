@@ -19,6 +19,7 @@ from alignment.errors import InputError
 from alignment.files import write_json
 from alignment.numerics.verdict import Outcome
 from alignment.report.ablation_page import ablation_part
+from alignment.report.audit_page import audit_part
 from alignment.report.comparison_page import comparison_part
 from alignment.report.page import gather, write_answer, write_page
 from alignment.report.replay_page import replay_part
@@ -214,6 +215,22 @@ def test_a_triage_that_finds_nothing_is_aligned_where_something_was_compared():
     assert nothing["headline"] == "NOT CARRIED OUT: no axis had anything to compare"
 
 
+def test_an_audit_passes_where_all_is_caught_and_nothing_cried_wolf(tmp_path):
+    for document, outcome, said in (
+        (answer_samples.audit(), "pass", "PASSED: 1 of 1 defects caught, 0 false alarms"),
+        (answer_samples.audit(check=""), "fail", "NOT PASSED: 0 of 1 defects caught, 0 false alarms"),
+        (answer_samples.audit(alarms=2), "fail", "NOT PASSED: 1 of 1 defects caught, 2 false alarms"),
+        (
+            {**answer_samples.audit(), "clean": ["rope: off"]}, "fail",
+            "NOT PASSED: 1 of 1 defects caught, 0 false alarms, 1 findings without a fault",
+        ),
+    ):  # fmt: skip
+        part = audit_part(document, HERE)
+        assert (part["outcome"], part["headline"]) == (outcome, said)
+    text = text_of(write_answer("audit of one", tmp_path / "page.html", audit=answer_samples.audit()))
+    assert "PASSED: 1 of 1" in text and "1 faults" in text and "router" in text
+
+
 def test_a_run_with_verdicts_keeps_its_own_headline_and_one_without_takes_the_answers(tmp_path):
     write_answers(tmp_path)
     assert gather(tmp_path)["headline"].startswith("ALIGNED: 12 replayed steps")
@@ -237,6 +254,7 @@ def test_a_run_with_verdicts_keeps_its_own_headline_and_one_without_takes_the_an
         ("comparison", {"stages": [captured(1, "a", Outcome.PASS, first_forward={"module": 1})]}, "module and quant"),
         ("comparison", {"stages": [captured([1], "a", Outcome.PASS)]}, "a number as the step"),
         ("triage", {"causes": [{"axis": "data"}]}, "expected cause, evidence in every row"),
+        ("audit", {"matrix": [{"fault": "a"}]}, "alignment audit --json writes.*expected caught in every row"),
         ("triage", {"first_divergence": 3}, "expected first_divergence"),
     ],
 )

@@ -79,7 +79,7 @@ def run(tmp_path):
     packages = {"torch": "2.13.0.dev1", "a": HOSTILE}
     made = {"commit": "1" * 40, "fingerprint": fingerprint, "packages": packages}
     write_json(tmp_path / "run" / "provenance.json", made)
-    write_json(tmp_path / "run" / "audit.json", {"defects": 1, "matrix": [{"fault": HOSTILE, "caught": "unit"}]})
+    write_json(tmp_path / "run" / "audit.json", {"defects": 1, "matrix": [{"fault": HOSTILE, "caught": True}]})
     return tmp_path / "run"
 
 
