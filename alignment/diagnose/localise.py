@@ -94,6 +94,7 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
             odd = [p for node in graph.nodes.values() for p in node.inputs if (p.owner, p.quantity) in given]
             found = _judged_without(_harmless(graph, found, set(map(_values, odd))), graph, noise, found)
         _accuse_again(graph, found)
+    found = _beside_a_shift(graph, noise, found)
     calls = defaultdict(list)
     for node in graph.nodes.values():
         calls[node.module].append(node)
@@ -113,6 +114,55 @@ def _accuse_again(graph: ModuleGraph, found: Localisation) -> None:
     again = [f for f in found.healed if f.status == "introduced" and (f.at, f.quantity) in places]
     found.findings += again
     found.healed = [f for f in found.healed if f not in again]
+
+
+def _beside_a_shift(graph: ModuleGraph, noise: NoiseModel, found: Localisation) -> Localisation:
+    """What else is wrong where the run was given indices that are a constant apart and no module shows to be harmless.
+
+    A fault in every attention leaves none that agrees, and would be inherited from the shift of positions. So all is
+    judged again as if the indices agreed, and with them what was computed from them for several modules of a kind
+    (cosines and sines). What is wrong then is named behind these, for which of them is at fault cannot be told.
+    """
+    pairs = [pair for node in graph.nodes.values() for pair in (*node.inputs, *node.outputs)]
+    shifted = {_place(pair) for pair in pairs if _is_shift(pair)}
+    given = [f for f in found.introduced if _is_given(f) and f.origin == HANDED_ON and (f.at, f.quantity) in shifted]
+    if not given:
+        return found
+    values = _values_at(given, pairs)
+    before = {id(pair) for pair in pairs if pair.healed}
+    tried = _judged_without(_harmless(graph, found, values), graph, noise, found)
+    receivers = {(_values(pair), node.class_name, node.module) for node in graph.nodes.values() for pair in node.inputs}
+    several = {value for (value, _), count in Counter(r[:2] for r in receivers).items() if count > 1}
+    tables = [f for f in tried.introduced if f not in found.introduced and several & _values_at([f], pairs)]
+    tried = _judged_without([p for p in pairs if _values(p) in values | _values_at(tables, pairs)], graph, noise, found)
+    known = {(f.at, f.quantity) for f in (*found.introduced, *tables)}
+    if tables and any((f.at, f.quantity) not in known for f in tried.introduced):
+        tried.healed = found.healed
+        tried.findings = given + tables + tried.findings
+        return tried
+    for pair in pairs:
+        pair.healed = id(pair) in before
+    return found
+
+
+def _place(pair: Pair) -> tuple[str, str]:
+    return pair.owner, pair.quantity
+
+
+def _values_at(findings: Sequence[Finding], pairs: Sequence[Pair]) -> set[tuple]:
+    places = {(finding.at, finding.quantity) for finding in findings}
+    return {_values(pair) for pair in pairs if _place(pair) in places}
+
+
+def _is_shift(pair: Pair) -> bool:
+    """Whether an index is a constant apart from golden's: then its size says no more than golden's and the constant."""
+    by = pair.by_statistics or pair.difference
+    if not pair.discrete or pair.identity is None or by.detail != "statistics" or by.bias == 0.0:
+        return False
+    size, mean, _, _, count = pair.identity
+    # ‖g + c‖² = ‖g‖² + 2 c Σg + n c², in units of ‖g‖²
+    grown = (1.0 + by.gain) ** 2
+    return abs(grown - 1.0 - 2.0 * by.bias * mean * math.sqrt(count) / size - by.bias**2) <= SUMS * grown
 
 
 def _judged_without(

@@ -63,6 +63,13 @@ def test_a_fault_is_named_first_behind_a_shift_of_positions(name):
     assert result.named == case.culprit, result.reason
 
 
+@pytest.mark.parametrize("name", ("causal mask off by one", "rope theta 1e4 to 1e6"))
+def test_a_fault_that_leaves_no_attention_right_is_named_beside_the_shift(name):
+    case = next(case for case in protocol.FAULTS if case.name == name)
+    result, _ = detection.judge(case, protocol.REALISTIC, SEED, None, shift=SHIFT)
+    assert set(result.introduced) == {"", "model.rotary_emb", "model.layers.0.self_attn"}, result.reason
+
+
 def test_a_shift_of_positions_alone_is_quiet():
     # rotations that are rounded to bfloat16 move scores further than kernels do
     case = next(case for case in protocol.BENIGN if case.name == "other kernels, dense")

@@ -185,3 +185,42 @@ def test_choices_that_change_places_are_near_ties_where_there_is_noise_and_few_m
     stage = compared(tmp_path, Mixture(0, 1), Mixture(exchanged, parts), x=drawn(ROWS, ROWS, stream="x").bfloat16())
     assert stage.aligned is aligned, stage.reason()
     assert aligned or stage.first.at == "experts.0" and stage.first.quantity == "in args.0"
+
+
+class Turned(nn.Module):
+    """Blocks that are given a table of cosines, which is made of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+        self.layers = nn.ModuleList(Block(drawn(WIDTH, WIDTH, stream=f"layer {i}"), True) for i in range(2))
+
+    def forward(self, x, scale):
+        table = self.table(scale)
+        for layer in self.layers:
+            x = layer(x, table)
+        return x
+
+
+class Table(nn.Module):
+    def forward(self, positions):
+        return torch.cos(positions * 0.1)
+
+
+def placed(positions):
+    return torch.tensor(positions)[None].expand(2, -1).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        (range(5, 5 + TOKENS), [("", "in kwargs.scale"), ("table", "out output"), ("model.layers.0", "out output")]),
+        ((0, 1, 2, 0, 1, 2), [("", "in kwargs.scale")]),
+        ((5, 6, 7, 8, 9, 11), [("", "in kwargs.scale")]),
+    ],
+    ids=["shifted", "begun again", "shifted but for one"],
+)
+def test_behind_positions_that_are_a_constant_apart_whatever_goes_wrong_is_named_as_well(tmp_path, target, named):
+    golden = list(range(TOKENS))
+    stage = compared(tmp_path, Turned(), Turned(), scales=(placed(golden), placed(list(target))))
+    assert places(stage) == named
