@@ -386,13 +386,14 @@ def _record(config: pytest.Config, case, subject, device, store) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ledger = config.stash[LEDGER]
+    unasked = [name for name in BY_NAME_ONLY if name not in ledger.selected.names]
+    above: dict[pytest.Collector, frozenset[str]] = {}
     kept, left_out = [], []
     for item in items:
-        parts = item.path.parts
-        for layer in LAYERS:
-            if ("tests", layer) in zip(parts, parts[1:]):
-                item.add_marker(getattr(pytest.mark, layer))
-        by_name = [name for name in BY_NAME_ONLY if item.get_closest_marker(name) and name not in ledger.selected.names]
+        parent = item.parent
+        if parent not in above:
+            above[parent] = _marked_by_layer(parent)
+        by_name = [name for name in unasked if name in above[parent] or any(m.name == name for m in item.own_markers)]
         if by_name:
             ledger.left_out[by_name[0]] += 1
             left_out.append(item)
@@ -401,6 +402,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _marked_by_layer(parent: pytest.Collector) -> frozenset[str]:
+    """The names of the marks that all items below have, with that of the layer whose folder they are in.
+
+    It is put on the file: seven thousand items would each pay for one of their own.
+    """
+    file = parent.getparent(pytest.File) or parent
+    parts = file.path.parts
+    for layer in LAYERS:
+        if ("tests", layer) in zip(parts, parts[1:]) and file.get_closest_marker(layer) is None:
+            file.add_marker(layer)
+    return frozenset(mark.name for mark in parent.iter_markers())
 
 
 # What cannot run here is skipped with its reason, or fails with --require.
