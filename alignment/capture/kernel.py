@@ -31,7 +31,10 @@ SWITCH = "ALIGNMENT_CAPTURE_KERNEL"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
 _NATIVE = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 _SECONDS = 120
-_TURNS = 4096
+_KEPT = 4096
+"""Turns and plans that are kept for tensors of other lengths."""
+_LISTS = 256
+"""Lists of runs whose plans are kept: every micro batch has a few."""
 _LINE = 16
 """Numbers of float32 in a line of the cache."""
 _PIECE = 1 << 14
@@ -39,11 +42,10 @@ _PIECE = 1 << 14
 SUMMANDS = 4
 """Most tensors that are added up while they are reduced."""
 
-Run = tuple[int, int, int]
-"""First element, number of elements, and the group of the sketch at which they begin."""
+Run = tuple[int, int, int, int]
+"""First element, number of elements, and the group and slot of the sketch at which they begin."""
 _Found = tuple[float, float, float, float]
 """Maximum, minimum, sum and sum of squares."""
-
 
 
 class _Plan:
@@ -51,15 +53,14 @@ class _Plan:
 
     Attributes:
         address, count: of the runs.
-        longest: elements of the longest one.
+        reach: how many buckets they may touch, from the first one on.
     """
 
-    def __init__(self, runs: Sequence[Run], turns: Sequence[np.ndarray] | None = None) -> None:
-        addresses = [0] * len(runs) if turns is None else [t.ctypes.data for t in turns]
-        self._rows = np.array([(*run, at) for run, at in zip(runs, addresses)], np.int64).reshape(-1, 4)
+    def __init__(self, runs: Sequence[Run], turns: Sequence[np.ndarray] = (), reach: int = 0) -> None:
+        addresses = [t.ctypes.data for t in turns] or [0] * len(runs)
+        self._rows = np.array([(*run, at) for run, at in zip(runs, addresses)], np.int64).reshape(-1, 5)
         self._turns = turns
-        self.address, self.count = self._rows.ctypes.data, len(runs)
-        self.longest = max((n for _, n, _ in runs), default=0)
+        self.address, self.count, self.reach = self._rows.ctypes.data, len(runs), reach
 
 
 class _Plans:
@@ -73,7 +74,7 @@ class _Plans:
         # The list is held, so nothing else can have its number.
         held = self._made.get(id(runs))
         if held is None:
-            if len(self._made) >= _TURNS:
+            if len(self._made) >= _LISTS:
                 self._made.clear()
             held = self._made[id(runs)] = runs, self._make(runs)
         return held[1]
@@ -101,7 +102,7 @@ class Kernel:
         self._others = np.empty(SUMMANDS - 1, np.int64)
         self._others_at = self._others.ctypes.data
         self.make_room(_PIECE)
-        self._one = np.zeros((1, 4), np.int64)
+        self._one = np.zeros((1, 5), np.int64)
         self._one_at = self._one.ctypes.data
         self._plans = _Plans(lambda runs: [_Plan(runs)])
 
@@ -174,9 +175,9 @@ class Sketcher:
         n = summands[0].numel()
         plans = self._whole.get(n)
         if plans is None:
-            if len(self._whole) >= _TURNS:
+            if len(self._whole) >= _KEPT:
                 self._whole.clear()
-            plans = self._whole[n] = self._planned([(0, n, 0)])
+            plans = self._whole[n] = self._planned([(0, n, 0, 0)])
         return self._reduce(summands[0].dtype, self._kernel.source(summands), plans)
 
     def reduce_spans(self, spans: Sequence[Run], *summands: Tensor) -> tuple[_Found, np.ndarray] | None:
@@ -184,17 +185,17 @@ class Sketcher:
         :data:`~alignment.numerics.sketch.FOLD`."""
         return self._reduce(summands[0].dtype, self._kernel.source(summands), self._plans.of(spans))
 
-    def reduce_parts(self, parts: Sequence[tuple[Tensor, int]]) -> tuple[_Found, np.ndarray] | None:
-        """As :meth:`reduce_spans`, of flat contiguous tensors of one dtype one after the other, each with its group."""
+    def reduce_parts(self, parts: Sequence[tuple[Tensor, int, int]]) -> tuple[_Found, np.ndarray] | None:
+        """As :meth:`reduce_spans`, of flat contiguous tensors of one dtype, each with its group and slot."""
         first, item = parts[0][0], parts[0][0].element_size()
         base = first.data_ptr()
-        runs = [((flat.data_ptr() - base) // item, flat.numel(), group) for flat, group in parts]
+        runs = [((flat.data_ptr() - base) // item, flat.numel(), *where) for flat, *where in parts]
         return self._reduce(first.dtype, (base, None, 0, None), self._planned(runs))
 
     def _reduce(self, dtype: torch.dtype, source: tuple, plans: Sequence[_Plan]) -> tuple[_Found, np.ndarray] | None:
         tables, kernel, sums = self._tables, self._kernel, self._sums
         signs_at, sums_at, before_at, after_at = self._at
-        blocks = -(-min(max(plan.longest for plan in plans), tables.prime) // tables.size)
+        blocks = -(-max(plan.reach for plan in plans) // tables.size)
         sums[: blocks * tables.size] = 0
         precise, found, function = None, (-math.inf, math.inf, 0.0, 0.0), kernel.functions[dtype]
         for number, plan in enumerate(plans):
@@ -215,26 +216,29 @@ class Sketcher:
 
     def _planned(self, runs: Sequence[Run]) -> list[_Plan]:
         """Runs of no more groups together than are added in float32."""
-        plans, group = [], self._tables.group
+        tables, plans = self._tables, []
+        group, prime = tables.group, tables.prime
         pieces: list[Run] = []
         turns: list[np.ndarray] = []
-        room = FOLD
-        for begin, n, first in runs:
+        room, reach = FOLD, 0
+        for begin, n, first, slot in runs:
+            shift = tables.shift(slot)
             for at in range(0, n, FOLD * group):
                 length = min(n - at, FOLD * group)
                 if -(-length // group) > room:
-                    plans.append(_Plan(pieces, turns))
-                    pieces, turns, room = [], [], FOLD
+                    plans.append(_Plan(pieces, turns, reach))
+                    pieces, turns, room, reach = [], [], FOLD, 0
                 room -= -(-length // group)
-                pieces.append((begin + at, length, first + at // group))
+                reach = max(reach, min(shift + length, prime))
+                pieces.append((begin + at, length, first + at // group, shift))
                 turns.append(self._turns(first + at // group))
-        return [*plans, _Plan(pieces, turns)]
+        return [*plans, _Plan(pieces, turns, reach)]
 
     def _turns(self, first: int) -> np.ndarray:
         """The turns of the groups from ``first`` on."""
         found = self._flips.get(first)
         if found is None:
-            if len(self._flips) >= _TURNS:
+            if len(self._flips) >= _KEPT:
                 self._flips.clear()
             found = self._flips[first] = np.array([self._tables.flips(first + i) for i in range(FOLD)], np.uint8)
         return found

@@ -33,7 +33,9 @@ from alignment.files import read_json, write_atomically, write_json
 from alignment.weights.tensor_file import StoredTensor, plan_file, read_header, write_file
 
 FORMAT = "alignment-capture"
-VERSION, READ = 2, (1, 2)
+VERSION, READ = 3, (1, 2, 3)
+"""Before version 3 samples of one sketch had their elements in the same buckets. Those sketches are not read, since no
+later one can be compared with them."""
 ABOUT = "capture.json"
 STATISTIC_COLUMNS = ("max", "min", "mean", "l2", "nan_count", "inf_count", "count")
 PART_BYTES = 256 << 20
@@ -337,6 +339,7 @@ class _Rows:
             unknown = set(columns[name]) - set(allowed)
             if unknown:
                 raise self._damaged(f"columns.{name}", " | ".join(allowed), sorted(unknown)[0])
+        comparable = self.version > 2
         for i in range(self.count):
             where = columns["statistics"][i]
             if where >= len(listed):
@@ -369,7 +372,7 @@ class _Rows:
                 by_key=count != 0 and bounds is not None,
                 bounds=bounds,
                 tokens=tokens,
-                load_sketch=self._sketch_loader(first, count) if first >= 0 else None,
+                load_sketch=self._sketch_loader(first, count) if first >= 0 and (not count or comparable) else None,
                 load_tensor=self._tensor_loader(tensor, columns["dtype"][i], shape, i) if tensor is not None else None,
             )
 

@@ -174,9 +174,10 @@ struct Source {
   }
 };
 
-// One run of a sketch: the first element, their number, the group it begins at, and the address of its groups' turns.
+// One run of a sketch: the first element, their number, the group it begins at, the bucket that the first element of a
+// group is added to, and the address of its groups' turns.
 struct Run {
-  int64_t begin, n, group, turns;
+  int64_t begin, n, group, shift, turns;
 };
 
 template <typename T>
@@ -197,7 +198,11 @@ void reduce_one(const Source<T>& source, const Run& run, const int8_t* signs, in
     const uint32_t turn = flips[group] ? 0x80000000u : 0u;
     for (int64_t row = 0; row < rows && begin + row * prime < end; ++row) {
       const int64_t at = begin + row * prime, n = end - at < prime ? end - at : prime;
-      reduce_run<T, true>(source.at(at, n), n, table + row * prime, turn, sums, totals);
+      const int64_t last = prime - run.shift < n ? prime - run.shift : n;
+      const T* x = source.at(at, n);
+      const int8_t* signed_by = table + row * prime;
+      reduce_run<T, true>(x, last, signed_by, turn, sums + run.shift, totals);
+      if (last < n) reduce_run<T, true>(x + last, n - last, signed_by + last, turn, sums, totals);
     }
   }
 }
@@ -303,7 +308,7 @@ extern "C" void alignment_mix(float* sums, int64_t rows, int64_t columns, int64_
   mix(sums, rows, columns, blocks, before, after, out);
 }
 
-// `runs` holds four numbers for each of `count` runs, see Run. `signs` is null for statistics alone.
+// `runs` holds five numbers for each of `count` runs, see Run. `signs` is null for statistics alone.
 #define ALIGNMENT_REDUCE(name, T)                                                                                    \
   extern "C" int alignment_reduce_##name(const T* x, const int64_t* others, int64_t more, T* room,                   \
                                          const int64_t* runs, int64_t count, const int8_t* signs, int64_t prime,     \

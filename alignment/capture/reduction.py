@@ -212,7 +212,7 @@ class Reducer:
             if self.each_sample and self.sketch_size:
                 return None
             spans = samples.spans(t)
-            if not spans or not any(n for _, n, _ in spans):
+            if not spans or not any(n for _, n, *_ in spans):
                 return None
         sketch = None
         if not self.sketch_size:
@@ -224,7 +224,7 @@ class Reducer:
             found, sketch = both if both is not None else (None, None)
         if found is None or not _sure(found):
             return None
-        count = t.numel() if spans is None else sum(n for _, n, _ in spans)
+        count = t.numel() if spans is None else sum(n for _, n, *_ in spans)
         return self._known(found, count, sketch, 0 if spans is None else OF_SAMPLES)
 
     def _known(self, found: tuple[float, ...], count: int, sketch: np.ndarray | None, sketches: int) -> Reduced:
@@ -255,7 +255,7 @@ class Reducer:
         fast = kernel()
         flat = [_flat(part.t, ordered=True) for part in parts]
         if fast is not None and all(part.place is None and fast.takes(part.t) for part in parts):
-            both = self._fast().reduce_parts([(f, part.group) for f, part in zip(flat, parts)])
+            both = self._fast().reduce_parts([(f, part.group, part.slot) for f, part in zip(flat, parts)])
             if both is not None and _sure(both[0]):
                 self._ready.append((self._sketch_count, both[1]))
                 self._sketch_count += 1
@@ -263,6 +263,7 @@ class Reducer:
         fill = self._fill(parts[0].t)
         sums = []
         for f, part in zip(flat, parts):
+            fill.shift = fill.buckets.tables.shift(part.slot)
             if part.place is None:
                 sums.append(self._in_pieces(f, fill, part.group))
                 continue
@@ -302,6 +303,7 @@ class Reducer:
         for piece, part in zip(flat if clean is None else clean.split([len(f) for f in flat]), parts):
             if fill is None or self.each_sample:
                 fill = self._fill(part.t)
+            fill.shift = fill.buckets.tables.shift(part.slot)
             for group, elements in fill.buckets.pieces(piece, part.place):
                 fill.add(part.group + group, elements)
             if self.each_sample:

@@ -25,12 +25,13 @@ class Part:
 
     Attributes:
         t: a view of them.
-        group: group of the sketch at which the sample's elements begin.
+        group, slot: group and slot of the sketch at which the sample's elements begin.
         place: of a shard's elements in the sample's, or None where they are all of them.
     """
 
     t: Tensor
     group: int
+    slot: int = 0
     place: Place | None = None
 
 
@@ -55,6 +56,13 @@ class Samples:
         if "groups" not in self._seen:
             self._seen["groups"] = [group_of(key) for key in self.keys]
         return self._seen["groups"]
+
+    @property
+    def slots(self) -> list[int]:
+        """The slot of each sample, named by its key as well."""
+        if "slots" not in self._seen:
+            self._seen["slots"] = [slot_of(key) for key in self.keys]
+        return self._seen["slots"]
 
     @property
     def full(self) -> bool:
@@ -107,21 +115,22 @@ class Samples:
         else:
             return None
         if shard is None:
-            return [Part(t=view, group=group) for view, group in zip(views, groups)]
+            return [Part(t=view, group=group, slot=slot) for view, group, slot in zip(views, groups, self.slots)]
         dim = shard.dim - lost
         if dim < 0 or dim == 0 and lost == 0 or (shard.dim < 2 and n < 4):
             return None
         parts = []
-        for view, group in zip(views, groups):
+        for view, group, slot in zip(views, groups, self.slots):
             for at, start, length in shard.cuts():
                 piece = view.narrow(dim, at, length) if shard.runs else view
                 place = Place.of(tuple(piece.shape), dim=dim, start=start, whole=shard.whole)
-                parts.append(Part(t=piece, group=group, place=place))
+                parts.append(Part(t=piece, group=group, slot=slot, place=place))
         return parts
 
-    def spans(self, t: Tensor) -> list[tuple[int, int, int]] | None:
+    def spans(self, t: Tensor) -> list[tuple[int, int, int, int]] | None:
         """Where the real tokens of every sample lie in a contiguous tensor [samples, tokens, …]: first element, number
-        of elements, and :attr:`Part.group`. None for any other layout, of which :meth:`parts` may know more."""
+        of elements, :attr:`Part.group` and :attr:`Part.slot`. None for any other layout, of which :meth:`parts` may know
+        more."""
         b, s = self.shape
         n, shape = t.dim(), t.shape
         if n < 2 or shape[0] != b or not t.is_contiguous():
@@ -133,7 +142,7 @@ class Samples:
             key = "runs", t.numel()
             if key not in self._seen:
                 run = t.numel() // b
-                self._seen[key] = [(i * run, run, group) for i, group in enumerate(self.groups)]
+                self._seen[key] = [(i * run, run, *where) for i, where in enumerate(zip(self.groups, self.slots))]
             return self._seen[key]
         if n > 2:
             self._seen["tokens first"] = False
@@ -141,8 +150,8 @@ class Samples:
         found = self._seen.get(inner)
         if found is None:
             found = self._seen[inner] = [
-                ((i * s + low) * inner, (high - low) * inner, group)
-                for i, ((low, high), group) in enumerate(zip(self.bounds, self.groups))
+                ((i * s + low) * inner, (high - low) * inner, *where)
+                for i, ((low, high), *where) in enumerate(zip(self.bounds, self.groups, self.slots))
             ]
         return found
 
@@ -161,7 +170,7 @@ class Samples:
                 view = t[cut, i] if shard.dim == 0 else t[i, cut]
                 run, inner = view.numel(), t[0, 0].numel()
                 place = Place(start=(first - low) * inner, run=run, stride=max(run, 1), outer=1)
-                parts.append(Part(t=view, group=self.groups[i], place=place))
+                parts.append(Part(t=view, group=self.groups[i], slot=self.slots[i], place=place))
         return parts
 
 
@@ -173,6 +182,12 @@ def group_of(key: str) -> int:
     """
     digest, _, again = key.partition("#")
     return (int(digest[:6], 16) ^ int(again or 0) * 0x9E3779 % _BLOCKS) << BLOCK
+
+
+def slot_of(key: str) -> int:
+    """Slot of a sketch at which the elements of the sample ``key`` begin; equal samples have another one each."""
+    digest, _, again = key.partition("#")
+    return (int(digest[-8:], 16) + int(again or 0) * 0x9E3779B1) & 0xFFFFFFFF
 
 
 def sample_keys(input_ids: Tensor, attention_mask: Tensor | None = None) -> tuple[str, ...]:

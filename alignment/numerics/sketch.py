@@ -21,6 +21,10 @@ The square of the norm is unbiased over the signs and its variance is about (2/m
 1/√(2m): 2.2 % for m = 1024. Four of those are 9 %. Between few elements the tail is longer: of ten equal ones, two meet
 in a bucket once in 360 draws, and then their norm is off by 10 %.
 
+Several tensors may share a sketch, each from a group and a bucket of its own on (a *slot* names the bucket): element i
+is then added to bucket (i + shift) mod P. Without a shift the same elements of equal tensors would meet in the same
+buckets, and a difference that all have alike would be estimated like one of as few elements as one of them has.
+
 σ(i) = w(j)·T[o(j) + i mod 8P] with j = ⌊i / 8P⌋: T and w are bits of an integer hash of their index, and
 o(j) = j·g mod P shifts the table for every group of 8P elements, so a table that fits a processor's cache serves a
 tensor of any size.
@@ -49,6 +53,8 @@ LARGEST = 1e30
 """Larger elements (the fill of a mask, say) count as this, so that sums of float32 stay finite."""
 _ROWS = 8
 _SPREAD = 16
+SLOT = 16
+"""Buckets from one slot to the next."""
 FOLD = 64
 """Groups that are added in float32 before the sum moves to float64: rounding stays far below 1e-6 of the sum."""
 
@@ -116,6 +122,10 @@ class SketchTables:
     def offset(self, group: int) -> int:
         """Where in the sign table a group begins."""
         return group * self.step % self.prime
+
+    def shift(self, slot: int) -> int:
+        """The bucket that a slot names: a multiple of :data:`SLOT`, so that sums stay on lines of the cache."""
+        return slot % (self.prime // SLOT) * SLOT if self.prime >= SLOT else 0
 
     def flips(self, group: int) -> bool:
         """Whether the signs of a whole group are turned."""
@@ -259,6 +269,8 @@ class Filling:
         self.buckets, self._total = buckets, sums[: buckets.tables.prime]
         self._high: torch.Tensor | None = None
         self._count = 0
+        self.shift = 0
+        """The bucket that the first element of a group is added to."""
 
     def add(self, group: int, piece: torch.Tensor) -> None:
         """Adds float32 elements, the first ones of a group."""
@@ -270,13 +282,18 @@ class Filling:
         alpha = -1 if tables.flips(group) else 1
         self._count += 1
         if n <= prime:
-            total[:n].addcmul_(piece, signs, value=alpha)
+            last = min(n, prime - self.shift)
+            total[self.shift : self.shift + last].addcmul_(piece[:last], signs[:last], value=alpha)
+            if last < n:
+                total[: n - last].addcmul_(piece[last:], signs[last:], value=alpha)
             return
         if buckets.scratch is None:
             # Signed elements are added while they are in the cache, from one scratch for all tensors.
             with torch.inference_mode(False):
                 buckets.scratch = torch.empty(tables.group, dtype=torch.float32, device=buckets.device)
         product = torch.mul(piece, signs, out=buckets.scratch[:n])
+        # Turned back, so that the first bucket is the first element's, and forth again below.
+        total = total.roll(-self.shift) if self.shift else total
         whole = n // prime * prime
         rows = product[:whole].view(-1, prime)
         if buckets.device == "cpu":
@@ -286,6 +303,9 @@ class Filling:
             total.add_(rows.sum(0), alpha=alpha)
         if n > whole:
             total[: n - whole].add_(product[whole:], alpha=alpha)
+        if self.shift:
+            self._total.copy_(total.roll(self.shift))
+            total = self._total
         if self._count % FOLD == 0:
             self._high = total.double() if self._high is None else self._high.add_(total)
             total.zero_()

@@ -126,6 +126,16 @@ def test_one_sketch_per_sample_comes_with_the_keys(tmp_path):
     assert row.keys == ("a", "b") and row.sketch().shape == (2, 8)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_sketches_of_samples_of_an_older_version_are_not_read(tmp_path, version):
+    """Their samples lay elsewhere: they would differ from any that is made now. Sketches of whole tensors do not."""
+    path = write(tmp_path, [{"sketch_count": 2, "keys": 0}, {}], groups=[["a", "b"]])
+    damage(path, lambda document: document.update(version=version))
+    of_samples, whole = OwnCapture(tmp_path).rows(0, "train", 0)
+    assert of_samples.has_sketch == (version == 3) and whole.has_sketch
+    assert of_samples.statistics is not None and of_samples.keys == ("a", "b")
+
+
 def damage(path, change):
     document = json.loads(path.read_text())
     change(document)
@@ -135,7 +145,7 @@ def damage(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(version=99), "field version is damaged.*expected 2.*found 99"),
+        (lambda d: d.update(version=99), "field version is damaged.*expected 3.*found 99"),
         (lambda d: d.update(rows=5), r"field columns\.module is damaged.*5 rows.*1 rows"),
         (lambda d: d.update(data="../../etc/passwd"), "field data is damaged.*beside this one.*passwd"),
         (lambda d: d["columns"].pop("role"), r"field columns\.role is damaged"),

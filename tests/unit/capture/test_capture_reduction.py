@@ -117,3 +117,27 @@ def test_samples_are_reduced_alike_on_an_accelerator(bounds, each):
     assert np.linalg.norm(x - y) <= 32 * EPS * size and math.isclose(a[3], size, rel_tol=64 * EPS)
     assert math.isclose(b[3], size, rel_tol=64 * EPS)
     assert bool(np.linalg.norm(x) > size / 2) == (len(finite) > 0)
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 300, 20_000])
+def test_what_equal_samples_have_in_common_is_estimated_at_its_size(width, accelerated):
+    """Sixteen groups of eight equal samples, as a rollout has them, with few elements each."""
+    from alignment.capture.samples import Samples, sample_keys
+
+    ids = torch.arange(16).repeat_interleave(8)[:, None].expand(128, 3).contiguous()
+    x = portable_normal((16, 3, width), seed=7, stream="x", dtype=torch.float32).repeat_interleave(8, 0)
+    samples = Samples(keys=sample_keys(ids), bounds=((0, 3),) * 128, shape=(128, 3))
+    assert len(set(samples.slots)) == 128
+    seen = []
+    for seed in range(8):
+        reducer = Reducer(sketch_size=1024, sketch_seed=seed)
+        if accelerated:
+            reducer._parts_on_cpu = reducer._parts_on_accelerator
+            reducer._at_once = lambda *_, **__: None
+        reducer.samples = samples
+        reducer.add(x)
+        seen.append(float(np.linalg.norm(reducer.results()[2]()[0])) / float(x.double().norm()))
+    # the size of the few elements that meet in one bucket is off by a few per cent, as that of any other tensor
+    assert max(abs(ratio - 1) for ratio in seen) < 0.1
+    assert np.std(seen) < 2 / math.sqrt(2 * 1024)
