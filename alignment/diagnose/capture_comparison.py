@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from alignment.capture.record import CaptureReader, TensorRow
-from alignment.diagnose.localise import Finding, Localisation, learn, localise
+from alignment.diagnose.carried import Carried
+from alignment.diagnose.localise import UPDATE, UPDATE_SIZE, Finding, Localisation, learn, localise
 from alignment.diagnose.module_graph import ModuleGraph, Pair
 from alignment.diagnose.names import NameMap, matches_any, no_common_names
-from alignment.diagnose.noise import NoiseModel
+from alignment.diagnose.noise import NO_GRADIENTS, NoiseModel
 from alignment.diagnose.pairing import Pairing, Unpaired, pair_rows
 from alignment.diagnose.shards import same_layout, whole_rows
 from alignment.errors import InputError
@@ -65,7 +66,7 @@ class StageComparison:
     @property
     def unsettled(self) -> bool:
         """Whether what was compared agrees, but what was not may hold a fault as well as padding."""
-        return self._agrees and any(gap.disagrees for gap in self.skipped)
+        return self._agrees and (bool(self.localisation.unknown) or any(gap.disagrees for gap in self.skipped))
 
     @property
     def first(self) -> Finding | None:
@@ -132,7 +133,7 @@ class StageComparison:
             if healed
             else ""
         )
-        left = "".join(f"; {text}" for text in (self.declared, self.left_out) if text)
+        left = "".join(f"; {text}" for text in (self.declared, self.left_out, self.unexplained) if text)
         return f"{self.pairs} tensors agree within the error of their sources{remark}{left}"
 
     @property
@@ -158,13 +159,31 @@ class StageComparison:
         disagree = f" (statistics of {count} disagree)" if count else ""
         return f"not compared: {len(gaps)} tensors of {named}, because padding differs{disagree}"
 
+    @property
+    def unexplained(self) -> str:
+        """Which weights updates set apart by nobody knows how much, and why; empty where none."""
+        unknown = self.localisation.unknown
+        if not unknown:
+            return ""
+        first = max(unknown, key=lambda finding: finding.relative)
+        blind = any(finding.origin == NO_GRADIENTS for finding in unknown)
+        why = "as no gradients were captured" if blind else "as that takes sketches and gradients"
+        return (
+            f"{len(unknown)} weights differ since an update, by {first.relative:.2g} in {first.module}:"
+            f" nobody knows by how much they may, {why}"
+        )
+
     def next_command(self, subject: str) -> str | None:
         """What to run to learn more."""
         first = self.first
+        if self.localisation.unknown and self.unsettled:
+            return "capture update_actor with both, too: capture.detail=sketch capture.parameter_gradients=true"
         if self.unsettled:
             return "capture both with the same padding, or name what may differ with --allow-missing"
         if first is None:
             return None
+        if first.reason in (UPDATE, UPDATE_SIZE):
+            return "look at the optimizer: learning rate, betas, weight decay, clipping, and whether it stepped at all"
         if first.quantity.startswith("parameter"):
             return "look at how this weight was loaded or sent: alignment run --case weight_sync"
         if first.quantity.startswith("setting"):
@@ -193,6 +212,7 @@ class StageComparison:
             "first_backward": _finding(self.localisation.first("backward")),
             "findings": [_finding(f) for f in self.localisation.findings],
             "healed": [_finding(f) for f in self.localisation.healed],
+            "unknown": [_finding(f) for f in self.localisation.unknown],
             "unpaired": [{**asdict(gap), "fails": gap.fails} for gap in self.unpaired],
             "largest": [_finite(asdict(row)) for row in self.largest],
         }
@@ -262,15 +282,18 @@ def compare_captures(
     """
     names = names or NameMap()
     out = CaptureComparison(str(golden.root), str(target.root), [])
+    carried = Carried()
     for step, stage, rank, first, second in _common(golden, target, steps, stages, out.missing):
         if progress is not None:
             progress(f"step {step} {stage}" + (f" rank {rank}" if rank is not None else ""))
         pairing = _paired(first, second, names)
+        carried.before(step, stage, rank, pairing.pairs)
         graph = ModuleGraph(pairing.pairs)
         model = noise or NoiseModel()
         compared = [pair for pair in pairing.pairs if not pair.skipped]
         model.expect_tests(len(compared))
         found = localise(graph, model)
+        carried.after(stage, pairing.pairs, found.diverging)
         foreign = _different_implementations(pairing)
         unpaired = [
             _weigh(gap, foreign) for gap in pairing.unpaired if not matches_any(gap.name.split(" ")[0], allow_missing)
@@ -295,8 +318,12 @@ def learn_noise(
     """
     model = into or NoiseModel()
     missing: list[str] = []
-    for _, _, _, first, second in _common(golden, benign, (), (), missing):
-        learn(ModuleGraph(_paired(first, second, names or NameMap()).pairs), model)
+    carried = Carried()
+    for step, stage, rank, first, second in _common(golden, benign, (), (), missing):
+        pairs = _paired(first, second, names or NameMap()).pairs
+        carried.before(step, stage, rank, pairs)
+        learn(ModuleGraph(pairs), model)
+        carried.after(stage, pairs, set())
     return model
 
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from alignment.diagnose.carried import Update
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding
 from alignment.diagnose.module_graph import Edge, ModuleGraph, Node, Pair
 from alignment.diagnose.noise import COPIED, SUMS, Limits, NoiseModel
@@ -19,6 +20,9 @@ HANDED_ON = "copied, not computed"
 
 SIGNED = ("gain", "bias")
 """Reasons that rounding does not have, however large the result may be."""
+
+UPDATE, UPDATE_SIZE = "difference of the updates", "size of the update"
+"""Reasons that name an optimizer, and not how a weight was loaded or sent."""
 
 HELD = ("parameter", "attribute")
 """Kinds of edges whose results a module has, and is not given."""
@@ -60,6 +64,8 @@ class Localisation:
     compared: int = 0
     healed: list[Finding] = field(default_factory=list)
     """What differed at the entrance of a module and made no difference behind it."""
+    unknown: list[Finding] = field(default_factory=list)
+    """Weights that updates set apart by nobody knows how much: no gradients were captured, or no sketches."""
     diverging: set[int] = field(default_factory=set)
     """Ids of the pairs that diverge or are behind a divergence."""
 
@@ -333,6 +339,8 @@ def learn(graph: ModuleGraph, noise: NoiseModel) -> None:
         _settle(edge)
         if not edge.result.skipped:
             noise.learn(edge)
+            if edge.result.update is not None:
+                noise.learn_update(edge.result.update)
         return False
 
     graph.walk(take)
@@ -454,9 +462,30 @@ class _Judge:
         limit = _copy_limit(pair)
         if difference.relative <= limit:
             return False
+        if pair.update is not None:
+            return self._moved(edge, difference, limit, pair.update)
         origin = CONFIGURED if pair.dtype in SCALARS else HANDED_ON
         self._add(edge, difference, "introduced", "relative difference", difference.relative, limit, origin)
         return True
+
+    def _moved(self, edge: Edge, difference: Difference, limit: float, update: Update) -> bool:
+        """Weights that were equal, or apart by what is explained, before an update: judged is what it added."""
+        inherited = update.inherited or id(update.before) in self.found.diverging
+        status = "inherited" if inherited else "introduced"
+        limits = self.noise.update(update)
+        compared = 0.0 if math.isnan(update.relative) else update.relative
+        measures = ((UPDATE, compared, limits.relative), (UPDATE_SIZE, update.size, limits.size))
+        name, value, most = max(measures, key=lambda m: _ratio(m[1], m[2]))
+        if _ratio(value, most) > 1.0:
+            self._add(edge, difference, status, name, value, most, f"{limits.origin}, since step {update.since}")
+            return True
+        if inherited:
+            self._add(edge, difference, status, "relative difference", difference.relative, limit, HANDED_ON)
+            return True
+        if math.isnan(update.relative) or update.gradients is None:
+            self._add(edge, difference, "unknown", "relative difference", difference.relative, limit, limits.origin)
+            self.found.unknown.append(self.found.findings.pop())
+        return False
 
     def _discrete(self, edge: Edge, difference: Difference) -> bool:
         """Indices: equal sources choose alike; else choices move where their margin is below the sources' error."""

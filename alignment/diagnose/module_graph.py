@@ -17,10 +17,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from alignment.diagnose.difference import Difference, rounding
+
+if TYPE_CHECKING:
+    from alignment.capture.record import TensorRow
+    from alignment.diagnose.carried import Update
 
 LOSS = "loss"
 """The name of what is between the outputs of the model and the first gradient."""
@@ -44,6 +49,9 @@ class Pair:
         skipped: the two cannot be compared at all, which is a bound of 0 that nobody judges.
         given: it went into the run, or is a copy of what did: no module chose it.
         healed: it differs, and a module that was given it computes the same; as a source it is as good as equal.
+        rows: of a parameter, the two rows, for as long as their data is needed.
+        update: of a parameter that was compared before, what happened to it since.
+        earlier: of a field of the pipeline, the same one in an earlier stage of the step, and whether it diverges.
     """
 
     owner: str
@@ -69,6 +77,9 @@ class Pair:
     healed: bool = False
     given: bool = False
     exchanged: float = 0.0
+    rows: tuple[TensorRow, TensorRow] | None = None
+    update: Update | None = None
+    earlier: tuple[Pair, bool] | None = None
 
     @property
     def quantity(self) -> str:
@@ -81,6 +92,15 @@ class Pair:
             return f"{self.kind} {self.name}"
         flow = {"input": "in", "output": "out"}[self.role]
         return f"{'gradient ' if self.direction == 'backward' else ''}{flow} {self.path}"
+
+
+FIELDS = {
+    "token_level_rewards": ("token_level_scores", "old_log_probs", "ref_log_prob"),
+    "advantages": ("token_level_rewards", "values"),
+    "returns": ("token_level_rewards", "values"),
+}
+"""What the driver computes fields of a batch from, as verl names them. Where it hands one on (rewards without a penalty
+are the scores), that one is the source."""
 
 
 class Scope:
@@ -305,6 +325,7 @@ class _Walk:
         self.indices: dict[int, Edge] = {}
         self.outputs: list[Pair] = []
         self.done: set[int] = set()
+        self.backward_calls: dict[str, list[int]] = {}
 
     def run(self) -> None:
         graph = self.graph
@@ -319,6 +340,8 @@ class _Walk:
             self._held(owner, Scope())
         self._values()
         start = Scope()
+        for node in _every(graph.backward):
+            self.backward_calls.setdefault(node.module, []).append(node.call)
         for node in graph.backward:
             self._backward(node, start, "", "")
             for pair in node.outputs:
@@ -361,9 +384,19 @@ class _Walk:
         scope = Scope()
         scope.join(self.last_forward)
         scope.error = max([scope.error, *(rounding(pair.dtype) for pair in self.outputs)])
+        fields: dict[str, Pair] = {}
         for pair in self.graph.values:
-            self._visit("value", pair.name, (pair.name,), pair, scope)
+            sources = [fields[name] for name in FIELDS.get(pair.name, ()) if name in fields]
+            if pair.earlier is not None:
+                earlier, self.flag[id(earlier)] = pair.earlier
+                sources = [earlier]
+            around = Scope()
+            around.join(scope)
+            for source in sources:
+                around.add(source, self.flag[id(source)])
+            self._visit("value", pair.name, (pair.name,), pair, around)
             self.last_forward.add(pair, self.flag[id(pair)])
+            fields.setdefault(pair.name, pair)
 
     def _held(self, owner: str, scope: Scope) -> None:
         """Parameters and attributes of a module, once, before its first call."""
@@ -450,7 +483,7 @@ class _Walk:
         key = (node.class_name, last, node.children[-1].class_name if node.children else "")
         for pair in node.outputs:
             self._visit(kind, node.module, (*key, pair.path), pair, scope, unordered, source)
-        for pair in self.graph.parameter_gradients.get(node.module, ()):
+        for pair in self._complete_with(node):
             if id(pair) not in self.done:
                 self.done.add(id(pair))
                 self._visit(
@@ -466,6 +499,19 @@ class _Walk:
         if not node.outputs:
             outer.join(scope)
 
+    def _complete_with(self, node: Node) -> list[Pair]:
+        """Gradients of parameters that are complete when this call has run backward: where an update follows on several
+        calls, the last of these."""
+        pairs = self.graph.parameter_gradients.get(node.module, [])
+        if not pairs:
+            return []
+        updates, calls = sorted({pair.call for pair in pairs}), sorted(self.backward_calls[node.module])
+        at, count = calls.index(node.call), len(calls)
+        if at == count - 1:
+            return pairs
+        ended = updates[: (at + 1) * len(updates) // count]
+        return [pair for pair in pairs if pair.call in ended]
+
     def _parameter_gradients(self, owner: str, scope: Scope) -> None:
         for pair in self.graph.parameter_gradients[owner]:
             if id(pair) not in self.done:
@@ -473,6 +519,12 @@ class _Walk:
 
 
 _NOTHING = Scope()
+
+
+def _every(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        yield from _every(node.children)
 
 
 def _rows(pair: Pair) -> int:

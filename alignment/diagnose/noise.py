@@ -22,12 +22,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from alignment.diagnose.difference import RESOLUTION, Difference, rounding, signed_resolution
 from alignment.diagnose.module_graph import Edge
+
+if TYPE_CHECKING:
+    from alignment.diagnose.carried import Update
 
 FALSE_ALARM = 1e-4
 """Probability that a comparison of two equal computations names a divergence, over all its tests together."""
@@ -58,6 +61,12 @@ PRIOR_SAMPLES = 4
 FEWEST = 4
 """Samples of a key below which the defaults are used."""
 
+UPDATE_AMPLIFICATION = 4.0
+"""Largest difference of two updates in units of √r, r the relative difference of their gradients, that is taken for
+granted without a calibration. An adaptive optimizer steps by the sign of a gradient, and a sign turns where the
+gradient is smaller than its noise: a share of r/π of normal ones, each by twice the step, so √(4 r/π) = 1.13 √r.
+Measured over 83 weights and three steps in float32: 0.1 in the median, 1.2 at most."""
+
 SUMS = 2.0**-20
 """What float32 sums over many elements, in another order on the other side, leave of the statistics of equal
 tensors."""
@@ -76,6 +85,8 @@ SUSPECT = 0.05
 
 ROUNDS = 5
 """Of a fit whose weights and ridge depend on what it leaves."""
+
+NO_GRADIENTS = "gradients that no capture has"
 
 COPIED = ("parameter", "attribute", "input", "copy")
 """Kinds of edges whose results are not computed."""
@@ -97,6 +108,15 @@ class Limits:
     bias_left: float
     gain_deviation: float | None = None
     bias_deviation: float | None = None
+
+
+class UpdateLimits(NamedTuple):
+    """What e and the size of s of an :class:`~alignment.diagnose.carried.Update` may be at most; ``relative`` is infinite
+    where that is not known."""
+
+    relative: float
+    size: float
+    origin: str
 
 
 def scale_of(edge: Edge) -> float:
@@ -185,6 +205,8 @@ class NoiseModel:
         self._excess: dict[str, float] = {}
         self._pair = 0
         self.moves: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+        self.updates: list[float] = []
+        """ln (e / √r) of updates."""
         self.expect_tests(1)
 
     def expect_tests(self, edges: int) -> None:
@@ -211,7 +233,7 @@ class NoiseModel:
         """JSON-ready form; :meth:`from_dict` reads it back."""
         edges = [{"key": list(key), "rows": [list(row) for row in held.rows]} for key, held in self.samples.items()]
         moves = [{"key": list(key), "rows": [list(row) for row in rows]} for key, rows in self.moves.items()]
-        return {"format": NOISE_FORMAT, "edges": edges, "choices": moves}
+        return {"format": NOISE_FORMAT, "edges": edges, "choices": moves, "updates": self.updates}
 
     @classmethod
     def from_dict(cls, data: dict) -> NoiseModel:
@@ -228,6 +250,9 @@ class NoiseModel:
         for held in data["choices"]:
             moves = [(float(moved), float(exposure)) for moved, exposure in held["rows"]]
             model.moves[tuple(map(str, held["key"]))] = moves
+        model.updates = [float(x) for x in data.get("updates", ())]
+        if not all(map(math.isfinite, model.updates)):
+            raise ValueError("a sample of the updates is not finite")
         return model
 
     def add(self, other: NoiseModel) -> None:
@@ -238,6 +263,7 @@ class NoiseModel:
             self.samples[key].fitted = None
         for key, rows in other.moves.items():
             self.moves[key] += rows
+        self.updates += other.updates
         self._spread, self._excess = None, {}
 
     def begin_pair(self) -> None:
@@ -340,6 +366,43 @@ class NoiseModel:
             gain_left=difference.gain,
             bias_left=difference.bias,
         )
+
+    def learn_update(self, update: Update) -> None:
+        """Take a weight of a benign pair into account. What the sums of a capture lose tells nothing of it."""
+        if update.gradients is None or not update.floor < update.relative < math.inf:
+            return
+        e = update.relative
+        if update.coarse:
+            e = (math.sqrt(1.0 + 4.0 * e * e) - 1.0) / 2.0
+        self.updates.append(math.log(e / math.sqrt(math.hypot(update.gradients, RESOLUTION))))
+
+    def update(self, update: Update) -> UpdateLimits:
+        """How far apart two updates of a weight may be.
+
+        With b = α √r: where a weight is stored in a format in which most updates round to nothing, a share b of the
+        update turns a share b of these roundings, each as large as what it leaves of the update: √(b + b²).
+
+        The sizes of two updates that noise alone sets apart differ by what their sketches and so many elements leave of
+        e, and, should one side have less noise than the other, by the square of the noise, e²/2.
+        """
+        z, e = _normal(self._level / 2), max(update.relative, update.floor)
+        sums = math.sqrt(2.0 / update.numbers)
+        square = e * e / 2
+        size = z * (e * math.hypot(1.0 / math.sqrt(update.elements), sums) + square * sums) + square + update.floor
+        if update.gradients is None:
+            return UpdateLimits(math.inf, size, NO_GRADIENTS)
+        r = math.hypot(update.gradients, RESOLUTION)
+        alpha, origin = UPDATE_AMPLIFICATION, f"{UPDATE_AMPLIFICATION:g}"
+        if len(self.updates) >= FEWEST:
+            n = len(self.updates)
+            centre = sum(self.updates) / n
+            spread = math.sqrt(sum((x - centre) ** 2 for x in self.updates) / (n - 1))
+            alpha = math.exp(centre + student(self._level, n - 1) * spread * math.sqrt(1 + 1 / n))
+            origin = f"{alpha:.2g} (calibration, {n} samples)"
+        share = alpha * math.sqrt(r)
+        if update.coarse:
+            share = math.sqrt(share + share * share)
+        return UpdateLimits(share + update.floor, size + r, f"{origin} × √{r:.1e}, by which the gradients differ")
 
     @property
     def spread(self) -> float:

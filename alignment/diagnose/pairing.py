@@ -397,7 +397,7 @@ def pair_of(module: str, call: int, golden: TensorRow, target: TensorRow) -> Pai
         owner, golden.class_name, kind, golden.direction, call, golden.role, golden.path, golden.order,
         dtype if same else coarser(dtype, target.dtype), shape, difference, discrete, name, identity, False,
         by_statistics, same,
-        reordered, exchanged=exchanged,
+        reordered, exchanged=exchanged, rows=(golden, target) if kind == "parameter" else None,
     )  # fmt: skip
 
 
