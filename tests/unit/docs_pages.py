@@ -19,7 +19,7 @@ NEEDS = {
     "engine": "an engine that is no dependency; executed where it is installed",
     "source": "somebody's source, run or installation, which is not here",
     "network": "more of the network than the package index",
-    "long": "longer than a test may take",
+    "long": "minutes of its own; the nightly executes it by itself",
     "elsewhere": "nothing more, but another test executes it",
 }
 """What keeps a command from being executed with the page it stands on as it stands. It is parsed all the same."""
@@ -159,10 +159,12 @@ class Command:
 
     @property
     def executed(self) -> str:
-        """How a test executes it: plainly, engine, elsewhere, stand-in; or only parsed."""
-        if self.stand_in is not None:
+        """How a test executes it: plainly, long, engine, elsewhere, stand-in; or only parsed."""
+        if self.stand_in is not None or re.search(f"{PROVES}$", self.why):
             return "stand-in"
-        return {None: "plainly", "engine": "engine", "elsewhere": "elsewhere"}.get(self.needs, "only parsed")
+        if self.needs in ("long", "engine", "elsewhere"):
+            return self.needs
+        return "only parsed" if self.needs else "plainly"
 
 
 def statements(text: str) -> list[tuple[int, str]]:
@@ -327,7 +329,7 @@ def main() -> None:
         if command.executed == "only parsed":
             print(f"{command.place}: needs {command.needs}: {command.why}: {command.text.splitlines()[0]}")
     print(
-        f"{len(every)} commands: {count['plainly']} executed, {count['engine']} where the engine is, "
+        f"{len(every)} commands: {count['plainly'] + count['long']} executed, {count['engine']} where the engine is, "
         f"{count['elsewhere']} by another test, {count['stand-in']} with a stand-in for a device or a cluster, "
         f"{count['only parsed']} only parsed"
     )

@@ -298,6 +298,8 @@ def test_a_stand_in_is_read():
     command = Command(page=Path("page.md"), line=1, text="a b", stand_in=(("a", "b"), ("b b", "c")), needs="npu")
     assert (command.with_stand_in, command.executed) == ("c", "stand-in")
     assert Command(page=Path("page.md"), line=1, text="a b", needs="npu").executed == "only parsed"
+    there = Command(page=Path("page.md"), line=1, text="a b", needs="elsewhere", why=f"a test; {proves}")
+    assert (there.executed, dataclasses.replace(there, why="a test").executed) == ("stand-in", "elsewhere")
 
 
 def test_statements_are_complete():
