@@ -138,38 +138,27 @@ def _refuse_unread(given: set[str], golden: Path, target: Path, runs: bool, lear
 def _compare_runs(
     golden: Path, target: Path, name_map, noise, repeats, allow_missing, device: str, html: Path | None, as_json: bool
 ) -> int:
-    """Stages first; then, where both runs captured it, the first module in the first stage that diverges."""
-    from alignment.capture.readers import open_capture
-    from alignment.diagnose.capture_comparison import compare_captures, load_noise
+    """Stages by what was logged, and what the captures of both say of them."""
+    from alignment.diagnose.capture_comparison import load_noise
     from alignment.diagnose.names import NameMap
-    from alignment.diagnose.run_stages import compare_runs, first_divergence
+    from alignment.diagnose.whole_runs import compare_whole_runs
     from alignment.report.comparison_view import comparison_lines
 
-    stages = compare_runs(golden, target, repeats=repeats or ())
-    first = first_divergence(stages)
-    comparison = None
-    captures = golden / CAPTURE, target / CAPTURE
-    if all(path.is_dir() for path in captures):
-        readers = [open_capture(path) for path in captures]
-        wanted = ()
-        if first is not None and all(first.step in reader.steps() for reader in readers):
-            both = all(first.stage in reader.stages(first.step) for reader in readers)
-            wanted = (first.stage,) if both else ()
-        comparison = compare_captures(
-            *readers,
-            names=NameMap.parse(name_map or ()),
-            noise=load_noise(noise) if noise else None,
-            steps=(first.step,) if wanted else (),
-            stages=wanted,
-            allow_missing=allow_missing or (),
-        )
-    verdicts = [stage.verdict(subject=str(target), device=device, baseline=str(golden)) for stage in stages]
-    if comparison is not None:
-        verdicts += comparison.verdicts(device)
+    found = compare_whole_runs(
+        golden,
+        target,
+        repeats=repeats or (),
+        names=NameMap.parse(name_map or ()),
+        noise=load_noise(noise) if noise else None,
+        allow_missing=allow_missing or (),
+    )
+    stages, first, comparison = found.stages, found.first, found.capture
+    verdicts = found.verdicts(subject=str(target), device=device, baseline=str(golden))
     data = _finite(
         {
             "stages": [verdict.to_dict() for verdict in verdicts[: len(stages)]],
             "first": None if first is None else {"step": first.step, "stage": first.stage, "reason": first.reason},
+            "parted": found.parted,
             "capture": None if comparison is None else comparison.to_dict(),
         }
     )
@@ -185,6 +174,8 @@ def _compare_runs(
         print()
         for line in comparison_lines(comparison):
             print(line)
+        if found.parted is not None:
+            print(f"compared up to step {found.parted - 1}: then the runs sampled other tokens, as chance has it")
     if first is not None:
         print(f"first divergence: step {first.step}, {first.stage}")
     if page is not None:

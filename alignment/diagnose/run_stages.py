@@ -67,6 +67,14 @@ METRICS_OF = {
 }
 """What a run without batches says about a stage. Ours take the entropy in the update, verl with the old log-probs."""
 
+OTHER_TOKENS = "samples with other tokens"
+GAP_OF = ("rollout_log_probs of", "old_log_probs of", "ref_log_prob of", "teacher_log_prob of", "trainer − engine")
+"""How the names of measures begin whose bound is the gap of the first run."""
+OTHERWISE = tuple(
+    name for names in METRICS_OF.values() for name in names if not name.endswith("/lr") and "length" not in name
+)
+"""Metrics that rounding moves."""
+
 EXACT = ("actor/lr", "student/lr")
 FALSE_ALARM = 1e-3
 """Probability that a step of two equal distributions is called different for the tokens they drew."""
@@ -248,7 +256,7 @@ def _moved_together(engine: np.ndarray, trainer: np.ndarray, gap: np.ndarray) ->
 
 def _judge_rollout(a: RunData, b: RunData, step: int, pair: SamplePairs, gaps, state: _State):
     count, equal = len(pair.rows), pair.equal_tokens
-    tokens = Measure(name="samples with other tokens", value=float(count - equal), unit=f"of {count}")
+    tokens = Measure(name=OTHER_TOKENS, value=float(count - equal), unit=f"of {count}")
     verdict = _judge_shared(step, "rollout", "rollout_log_probs", pair, gaps, state) if gaps[0] is not None else None
     if verdict is not None and verdict.outcome is Outcome.FAIL:
         yield verdict
@@ -265,7 +273,7 @@ def _judge_rollout(a: RunData, b: RunData, step: int, pair: SamplePairs, gaps, s
     expected = float(gaps[0].sum())
     allowed = float(_poisson_quantile(expected, 1.0 - FALSE_ALARM))
     tokens = Measure(
-        name="samples with other tokens", value=float(count - equal), bound=allowed, unit=f"of {count}",
+        name=OTHER_TOKENS, value=float(count - equal), bound=allowed, unit=f"of {count}",
         origin=f"{expected:.2g} draws expected to fall between distributions as far apart as A's engine and trainer",
     )  # fmt: skip
     if tokens.within:

@@ -6,6 +6,11 @@ import dapo_world
 import pytest
 import torch
 
+from alignment.capture.config import CaptureConfig
+from alignment.capture.pipeline import capture_observer
+from alignment.diagnose.localise import UPDATE, UPDATE_SIZE
+from alignment.diagnose.whole_runs import compare_whole_runs
+from alignment.numerics.verdict import Outcome, exit_code
 from alignment.rl.run import replay_steps, run_dapo
 from alignment.rl.tracking import METRICS
 from alignment.rl.worker import Worker
@@ -69,3 +74,32 @@ def test_the_rollout_finds_the_memory_of_training_given_back(world, tmp_path, de
     after_rollout, moments = seen["rollout"]
     # While generating: the engine's weights. While training: weights and both moments of the optimizer.
     assert after_rollout + moments < seen["update"]
+
+
+def recorded(world, run_dir, device, **changes):
+    """A run with its batches and sketches."""
+    settings = dapo_world.config(
+        world, trainer__record_batches=True, actor_rollout_ref__actor__ppo_mini_batch_size=2, **changes
+    )
+    run_dapo(settings, run_dir=run_dir, device=device, observers=[capture_observer(CaptureConfig(), run_dir)])
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(world, tmp_path_factory):
+    return recorded(world, tmp_path_factory.mktemp("cpu"), "cpu")
+
+
+def test_a_free_run_is_aligned_to_its_last_step(on_the_cpu, world, tmp_path, device):
+    """Nothing is replayed: from the second update on, rounding has set the weights apart."""
+    found = compare_whole_runs(on_the_cpu, recorded(world, tmp_path / "there", name(device)))
+    assert found.first is None and found.capture.stages[-1].step >= 2
+    assert not [stage.reason() for stage in found.capture.stages if stage.outcome is not Outcome.PASS]
+    assert exit_code(found.verdicts(subject="there", device=device.label, baseline="cpu")) == 0
+
+
+def test_a_learning_rate_that_is_off_is_named_after_the_first_update(on_the_cpu, world, tmp_path, device):
+    wrong = recorded(world, tmp_path / "wrong", name(device), actor_rollout_ref__actor__optim__lr=1.02e-3)
+    first = compare_whole_runs(on_the_cpu, wrong).capture.first
+    assert (first.step, first.stage) == (1, "update_actor")
+    assert first.first.reason in (UPDATE, UPDATE_SIZE) and first.first.quantity.startswith("parameter")
