@@ -24,6 +24,8 @@ note() { sed -n "s/^#$1: /# /p" "$0"; }
 #atlas: with --no-deps. From their repositories besides: MindSpeed 2.2.0_core_r0.12.1 and verl 0.7.0.dev0 (not on the index).
 #cpu-engines: What scripts/install_engines.sh installs; CI runs the engine tests in it. Install with --no-deps.
 resolve cpu --python-version 3.11 --python-platform x86_64-manylinux_2_28 - <<<"torch==2.13.0"
+# What only the wheel for CUDA asks for comes with that wheel; a CPU wheel would get gigabytes that nothing uses.
+sed -i -E '/^(cuda|nvidia|triton)[-=]/d' "$locks/cpu.txt"
 resolve cuda --python-version 3.11 --python-platform x86_64-manylinux_2_28 - <<'IN'
 vllm==0.32.0
 megatron-core==0.16.1

@@ -53,3 +53,11 @@ def test_what_the_package_asks_for_is_pinned_within_its_bounds(path):
 def test_the_atlas_stack_is_the_published_one():
     pinned = pins(ROOT / "scripts" / "locks" / "atlas.txt")
     assert {name: pinned.get(name) for name in ATLAS} == ATLAS
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-engines"])
+def test_a_lock_for_cpus_leaves_what_cuda_needs_to_the_wheel_of_torch(name):
+    for_cuda = [
+        pin for pin in pins(ROOT / "scripts" / "locks" / f"{name}.txt") if re.match(r"(cuda|nvidia|triton)\b", pin)
+    ]
+    assert for_cuda == []
