@@ -41,7 +41,7 @@ def run(
     folder, layer, *, dtype=torch.float32, skipped=(), frozen=(), moved=(), late=(), updates=1, seed=1, data=0,
     config=CaptureConfig(detail="sketch", settings=False), **optim,
 ):  # fmt: skip
-    """A training of ``STEPS`` steps, captured: float32 master weights under low precision ones, as engines have them."""
+    """A training of ``STEPS`` steps, captured; float32 master weights under those of low precision, as engines have."""
     model = network(layer, dtype)
     masters = {n: p.detach().float().clone().requires_grad_() for n, p in model.named_parameters()}
     if frozen:
