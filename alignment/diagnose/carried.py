@@ -24,8 +24,6 @@ from alignment.diagnose.difference import RESOLUTION
 from alignment.diagnose.module_graph import Pair
 from alignment.numerics.sketch import sketch_array
 
-UPDATES = ("update_actor", "update_critic", "update_student")
-"""Stages whose gradients move the weights of the next step's."""
 _CRITIC = ("values", "update_critic")
 _COARSE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 """Formats in which most updates round to nothing or to a whole spacing."""
@@ -81,13 +79,14 @@ class Carried:
         self._gradients: dict[bool, dict[tuple[str, str], float]] = {False: {}, True: {}}
         self._now: dict[tuple[str, str], float] = {}
         self._wrong: set[bool] = set()
-        self._new: list[tuple[tuple, _State, Pair]] = []
+        self._new: list[tuple[_State, Pair]] = []
+        self._latest: dict[tuple, Pair] = {}
 
     def before(self, step: int, stage: str, rank: int | None, pairs: Sequence[Pair]) -> None:
         """Fills :attr:`Pair.update` of weights and :attr:`Pair.earlier` of fields."""
         if step != self._step:
             self._step, self._fields = step, {}
-        self._new, self._now = [], _gradients(pairs)
+        self._new, self._latest, self._now = [], {}, _gradients(pairs)
         for pair in pairs:
             if pair.kind == "value" and pair.identity is not None:
                 pair.earlier = self._fields.get((pair.name, pair.identity))
@@ -105,10 +104,10 @@ class Carried:
                 self._wrong.add(critic)
         for name, relative in self._now.items():
             gradients[name] = max(gradients.get(name, 0.0), relative)
-        for _, state, pair in self._new:
+        for state, pair in self._new:
             state.wrong = id(pair) in diverging
             pair.rows = None
-        self._new = []
+        self._new, self._latest = [], {}
 
     def _follow(self, step: int, stage: str, rank: int | None, pair: Pair) -> None:
         key = stage, rank, pair.owner, pair.name
@@ -117,8 +116,9 @@ class Carried:
         difference = target - golden if known else None
         earlier = self._weights.get(key)
         state = self._weights[key] = _State(step, golden if known else None, difference, False)
-        same_stage = next((p for k, s, p in reversed(self._new) if k == key), None)
-        self._new.append((key, state, pair))
+        same_stage = self._latest.get(key)
+        self._latest[key] = pair
+        self._new.append((state, pair))
         if earlier is None:
             return
         critic = stage in _CRITIC
