@@ -129,6 +129,8 @@ def executed_by_test(test: str, module: dict[str, ast.AST], words: list[str]) ->
     nodes = _used_by(test, module)
     inner = [n for one in nodes for n in ast.walk(one) if isinstance(n, (ast.Call, ast.List, ast.Tuple))]
     subcommands, options = essential(words[1:] if words[0] == "alignment" else words)
+    if "/" in words[0]:  # a script of the repository, which the test may name from a folder on
+        inner = [n for n in inner if any("/" in text and f"/{words[0]}".endswith(f"/{text}") for text in _texts(n))]
     one = any({*subcommands[-1:], *options} <= set(_texts(node)) for node in inner)
     return one and set(subcommands) <= {word for node in nodes for word in _texts(node)}
 

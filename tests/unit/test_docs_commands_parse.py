@@ -254,6 +254,10 @@ def test_what_is_said_to_be_executed_elsewhere_is(page):
 
 JUDGES = "test_the_command_judges_by_stored_curves"
 GKD = f"tests/e2e/test_gkd.py::{JUDGES} executes it"
+CONTAINERS, BUILD = (
+    "tests/unit/ci/test_containers.py",
+    "test_build_gives_the_arguments_of_the_stack_and_pushes_when_told",
+)
 OF_GKD = f"tests/e2e/test_gkd.py: no call or list that {JUDGES} uses has the words of"
 
 
@@ -263,6 +267,12 @@ OF_GKD = f"tests/e2e/test_gkd.py: no call or list that {JUDGES} uses has the wor
         ("alignment gkd --baseline baselines", GKD, None),
         ("alignment gkd --config x", GKD, OF_GKD),
         ("alignment gdk --baseline x", GKD, OF_GKD),
+        ("ci/rendered/atlas-a2/build.sh --push", f"{CONTAINERS}::{BUILD}", None),
+        (
+            "ci/rendered/cpu/build.sh --push",
+            f"{CONTAINERS}::{BUILD}",
+            f"{CONTAINERS}: no call or list that {BUILD} uses has the words of",
+        ),
         ("alignment gkd", "tests/e2e/test_gkd.py", "tests/e2e/test_gkd.py: which test of it? Write FILE::TEST"),
         ("alignment gkd", "tests/e2e/test_gkd.py::test_it", "tests/e2e/test_gkd.py: there is no test_it"),
         ("alignment gkd", "tests/e2e/test_gkd.py::alignment", "tests/e2e/test_gkd.py: alignment is no test"),

@@ -76,8 +76,8 @@ def engine(tmp_path):
     return path
 
 
-def run(name, *arguments, engine, cwd):
-    environ = {"PATH": "/usr/bin:/bin", "CONTAINER_ENGINE": str(engine), "ALIGNMENT_COMMIT": "0123abc"}
+def run(name, *arguments, engine, cwd, **environ):
+    environ |= {"PATH": "/usr/bin:/bin", "CONTAINER_ENGINE": str(engine), "ALIGNMENT_COMMIT": "0123abc"}
     line = ["bash", str(CI / "rendered" / name), *arguments]
     return subprocess.run(line, cwd=cwd, env=environ, capture_output=True, text=True)
 
@@ -87,6 +87,15 @@ def test_build_gives_the_arguments_of_the_stack_and_pushes_when_told(engine, tmp
     called = (tmp_path / "called").read_text().splitlines()
     assert "BASE=quay.io/ascend/cann:8.2.rc2-910b-ubuntu22.04-py3.11" in called and "COMMIT=0123abc" in called
     assert called[-2:] == ["push", "registry.example.com/alignment/atlas-a2:nightly"]
+    assert not any("TORCH_INDEX" in word for word in called)
+
+
+def test_build_hands_on_an_index_of_cpu_wheels_and_pushes_nothing_untold(engine, tmp_path):
+    index = "https://download.pytorch.org/whl/cpu"
+    assert run("cpu/build.sh", engine=engine, cwd=tmp_path, TORCH_INDEX=index).returncode == 0
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[:3] == ["build", "--file", "ci/containers/cpu.Containerfile"]
+    assert f"TORCH_INDEX={index}" in called and called[-1] == "." and "push" not in called
 
 
 def test_a_night_in_a_container_has_its_store_and_its_exit_code(engine, tmp_path):
