@@ -101,10 +101,7 @@ def localise(graph: ModuleGraph, noise: NoiseModel) -> Localisation:
             found = _judged_without(_harmless(graph, found, set(map(_values, odd))), graph, noise, found)
         _accuse_again(graph, found)
     found = _beside_a_shift(graph, noise, found)
-    calls = defaultdict(list)
-    for node in graph.nodes.values():
-        calls[node.module].append(node)
-    later = [finding for finding in found.findings if _heals(finding, calls[finding.at], found, graph, noise)]
+    later = _healed_later(graph, noise, found)
     found.healed += later
     if later:
         found.findings = [finding for finding in found.findings if finding not in later]
@@ -129,19 +126,28 @@ def _beside_a_shift(graph: ModuleGraph, noise: NoiseModel, found: Localisation) 
     judged again as if the indices agreed, and with them what was computed from them for several modules of a kind
     (cosines and sines). What is wrong then is named behind these, for which of them is at fault cannot be told.
     """
-    pairs = [pair for node in graph.nodes.values() for pair in (*node.inputs, *node.outputs)]
-    shifted = {_place(pair) for pair in pairs if _is_shift(pair)}
-    given = [f for f in found.introduced if _is_given(f) and f.origin == HANDED_ON and (f.at, f.quantity) in shifted]
+    given = [f for f in found.introduced if _is_given(f) and f.origin == HANDED_ON]
+    pairs = [pair for node in graph.nodes.values() for pair in (*node.inputs, *node.outputs)] if given else []
+    shifted = {(pair.owner, pair.quantity) for pair in pairs if _is_shift(pair)}
+    given = [f for f in given if (f.at, f.quantity) in shifted]
     if not given:
         return found
-    values = _values_at(given, pairs)
+    held: dict[tuple[str, str], set[tuple]] = defaultdict(set)
+    for pair in pairs:
+        held[pair.owner, pair.quantity].add(_values(pair))
+
+    def values_at(findings: Sequence[Finding]) -> set[tuple]:
+        return {value for finding in findings for value in held[finding.at, finding.quantity]}
+
     before = {id(pair) for pair in pairs if pair.healed}
-    tried = _judged_without(_harmless(graph, found, values), graph, noise, found)
+    tried = _judged_without(_harmless(graph, found, values_at(given)), graph, noise, found)
     receivers = {(_values(pair), node.class_name, node.module) for node in graph.nodes.values() for pair in node.inputs}
     several = {value for (value, _), count in Counter(r[:2] for r in receivers).items() if count > 1}
-    tables = [f for f in tried.introduced if f not in found.introduced and several & _values_at([f], pairs)]
-    tried = _judged_without([p for p in pairs if _values(p) in values | _values_at(tables, pairs)], graph, noise, found)
-    known = {(f.at, f.quantity) for f in (*found.introduced, *tables)}
+    known = {(f.at, f.quantity) for f in found.introduced}
+    tables = [f for f in tried.introduced if (f.at, f.quantity) not in known and several & values_at([f])]
+    values = values_at(given + tables)
+    tried = _judged_without([pair for pair in pairs if _values(pair) in values], graph, noise, found)
+    known |= {(f.at, f.quantity) for f in tables}
     if tables and any((f.at, f.quantity) not in known for f in tried.introduced):
         tried.healed = found.healed
         tried.findings = given + tables + tried.findings
@@ -149,15 +155,6 @@ def _beside_a_shift(graph: ModuleGraph, noise: NoiseModel, found: Localisation) 
     for pair in pairs:
         pair.healed = id(pair) in before
     return found
-
-
-def _place(pair: Pair) -> tuple[str, str]:
-    return pair.owner, pair.quantity
-
-
-def _values_at(findings: Sequence[Finding], pairs: Sequence[Pair]) -> set[tuple]:
-    places = {(finding.at, finding.quantity) for finding in findings}
-    return {_values(pair) for pair in pairs if _place(pair) in places}
 
 
 def _is_shift(pair: Pair) -> bool:
@@ -278,18 +275,20 @@ def _values(pair: Pair) -> tuple:
     return (pair.identity or id(pair), pair.difference.relative, pair.difference.gain, pair.difference.bias)
 
 
-def _heals(
-    finding: Finding, calls: Sequence[Node], found: Localisation, graph: ModuleGraph, noise: NoiseModel
-) -> bool:
-    """Whether what differs at the entrance of a module makes no difference behind it."""
-    if not _is_given(finding):
-        return False
-    flagged = found.flagged
-    for node in calls:
-        odd = [pair for pair in node.inputs if not pair.skipped and (node.module, pair.quantity) in flagged]
-        if not _agrees(node, odd, found, graph, noise):
-            return False
-    return bool(calls)
+def _healed_later(graph: ModuleGraph, noise: NoiseModel, found: Localisation) -> list[Finding]:
+    """What is left of what differs at the entrance of modules and makes no difference behind any call of them."""
+    calls, flagged = defaultdict(list), found.flagged
+    for node in graph.nodes.values():
+        calls[node.module].append(node)
+    agrees: dict[str, bool] = {}
+    for module in dict.fromkeys(finding.at for finding in found.findings if _is_given(finding)):
+        odd = [
+            [pair for pair in node.inputs if not pair.skipped and (module, pair.quantity) in flagged]
+            for node in calls[module]
+        ]
+        nodes = zip(calls[module], odd, strict=True)
+        agrees[module] = bool(odd) and all(_agrees(node, pairs, found, graph, noise) for node, pairs in nodes)
+    return [finding for finding in found.findings if _is_given(finding) and agrees[finding.at]]
 
 
 def _agrees(node: Node, odd: Sequence[Pair], found: Localisation, graph: ModuleGraph, noise: NoiseModel) -> bool:
