@@ -8,20 +8,12 @@ costs what could not be written and never the verdict; a driver that was killed 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import itertools
-import json
 import os
 import secrets
-import shlex
 import shutil
-import signal
-import sys
-import tempfile
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,46 +22,33 @@ from alignment.errors import InputError
 from alignment.files import read_json, write_json
 from alignment.report.night import (
     BEGUN,
-    EXIT_CODES,
-    LOCK,
     NIGHT,
     NOT_RUN,
     PHASE,
     SCHEMA,
-    TOLD,
     NightRecord,
     PhaseRecord,
-    cause_of,
-    gravest,
     in_words,
     read_phase,
     utc_now,
-    write_night,
 )
+from alignment.report.night_code import OtherCode, changed, digest
+from alignment.report.night_conclusion import conclude, remembered
 from alignment.report.night_evidence import Evidence, gather_evidence, is_red, says
-from alignment.report.night_judgement import (
-    findings_of,
-    graver,
-    judge,
-    not_carried_out,
-    verdicts_of,
-    worsened,
-)
-from alignment.report.night_matrix import STDERR, STDOUT, Matrix, Phase, Row
+from alignment.report.night_interruption import Patience, listening
+from alignment.report.night_judgement import findings_of, judge, not_carried_out, worsened
+from alignment.report.night_lock import lock as _lock
+from alignment.report.night_matrix import STDERR, STDOUT, Phase
 from alignment.report.night_nodes import LOST, TOKEN, Node, Watch, begin_store, read_nodes
 from alignment.report.night_process import Ended, adopting, clear_up, run_command
+from alignment.report.night_setting import PROVENANCE_PHASE, NightSetting, check_setting
+from alignment.report.night_traces import last_line, no_room
 from alignment.report.night_watch import names_its_code
-from alignment.report.run_directory import PROVENANCE, STACK, finite, write_verdicts
+from alignment.report.run_directory import PROVENANCE, STACK, finite
 from alignment.rl.forwarded import EVERY_CARD, forwarded, is_secret
-
-PROVENANCE_PHASE = "provenance"
-"""The first phase of every night: which code, which packages, which machine."""
 
 CENSUS_SECONDS = 120.0
 PROBE_SECONDS = 600.0
-NODE_GRACE_SECONDS = 60.0
-"""How long a phase may go on after a node was lost: long enough to say itself what it lost."""
-
 OUTER_GRACE_SECONDS = 60.0
 OWN = "_driver"
 """In the folder of a phase what the driver asked before it: the nodes, the devices. No host has a name like this."""
@@ -77,41 +56,7 @@ OWN = "_driver"
 EARLIER = "night.earlier.json"
 """What a night said before it was resumed."""
 
-_PROBE_BYTES = 1 << 16
 _MARKER = "{folder of this node}"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-class OtherCode(InputError):
-    """A night is of one commit and of one set of packages: what is resumed with another is left as it is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NightSetting:
-    """What to drive. ``ray`` is the address of the cluster, ``history`` the file of the nights (None: none is kept),
-    ``baselines`` the folder for the band behind the curves of the page."""
-
-    matrix: Matrix
-    row: Row
-    out: Path
-    ray: str | None = None
-    history: Path | None = None
-    baselines: Path | None = None
-    resume: bool = False
-
-    @property
-    def uses_ray(self) -> bool:
-        return any(phase.where != "head" for phase in self.matrix.phases_of(self.row))
-
-    @property
-    def again(self) -> str:
-        """The command that goes on with this night, with absolute paths: who reads it may be in another folder."""
-        words = ["alignment", "nightly", "run", str(self.matrix.path.absolute()), "--row", self.row.name]
-        words += ["--out", str(self.out.absolute())]
-        words += [] if self.ray is None else ["--ray-address", self.ray]
-        words += ["--no-history"] if self.history is None else ["--history", str(self.history.absolute())]
-        words += [] if self.baselines is None else ["--baseline", str(self.baselines.absolute())]
-        return shlex.join([*words, "--resume"])
 
 
 def run_night(
@@ -130,70 +75,9 @@ def run_night(
         InputError: the call is wrong, and nothing was run: a night lies there already, there is none to resume, it was
             begun with another matrix or code, another driver is at work, or the row needs a cluster.
     """
-    _check(setting)
-    with _lock(setting.out), _listening() as interrupted, adopting():
+    check_setting(setting)
+    with _lock(setting.out), listening() as interrupted, adopting():
         return _Night(setting, interrupted=interrupted, begin=begin, tell=tell).run()
-
-
-def _check(setting: NightSetting) -> None:
-    row, out = setting.row, setting.out
-    if PROVENANCE_PHASE in row.phases:
-        raise InputError("every night begins with this phase", where=f"row {row.name}", found=PROVENANCE_PHASE)
-    if setting.ray is None and (row.nodes > 1 or setting.uses_ray):
-        raise InputError(
-            "the row runs on a Ray cluster", where=f"row {row.name}", expected="--ray-address ADDRESS",
-            found=f"{row.nodes} nodes, phases on the cluster: {setting.uses_ray}",
-        )  # fmt: skip
-    begun = (out / BEGUN).is_file() or (out / NIGHT).is_file()
-    if setting.resume and not (out / BEGUN).is_file():
-        raise InputError("there is no night to resume", where=out, next_step="run it without --resume")
-    if begun and not setting.resume:
-        raise InputError("a night lies here already", where=out, next_step="--resume, or another --out")
-    if setting.resume:
-        about, digest = read_json(out / BEGUN), setting.matrix.digest(row)
-        if about.get("row") != row.name or about.get("digest") != digest:
-            raise InputError(
-                "the night was begun with another matrix", where=out / BEGUN, expected=f"{row.name} ({digest})",
-                found=f"{about.get('row')} ({about.get('digest')})", next_step="begin a new night in another --out",
-            )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """One driver per night."""
-    handle = None
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        # A full disk is no reason to be silent: the night goes on, and says so.
-        print(f"{out}: cannot be locked: {error.strerror}", file=sys.stderr)
-    try:
-        if handle is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError("another driver is at work on this night", where=out) from None
-            except OSError as error:  # a store without locks
-                print(f"{out}: cannot be locked: {error.strerror}", file=sys.stderr)
-        yield
-    finally:
-        if handle is not None:
-            os.close(handle)
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    """The signals that came, in place of being ended by them."""
-    came: list[str] = []
-    # Who is told to ignore a signal (nohup) goes on doing so.
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {s: signal.signal(s, lambda number, _: came.append(signal.Signals(number).name)) for s in heard}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass
@@ -271,7 +155,7 @@ class _Night:
             folders=(PROVENANCE_PHASE,),
         )  # fmt: skip
         if ended.cut or ended.code != 0:
-            why = f"{ended.text}: {_last_line(folder / STDERR)}"
+            why = f"{ended.text}: {last_line(folder / STDERR)}"
             return replace(record, outcome="error", stage="environment", cause=f"provenance is missing: {why}")
         about = read_json(folder / PROVENANCE)
         commit = str(about.get("commit", ""))
@@ -280,11 +164,11 @@ class _Night:
                 "the night was begun with other code", where=out / BEGUN, expected=self.commit, found=commit,
                 next_step="begin a new night in another --out",
             )  # fmt: skip
-        packages = _digest(about.get("packages"))
+        packages = digest(about.get("packages"))
         if self.packages and packages != self.packages:
             raise OtherCode(
                 "the night was begun with other packages", where=out / BEGUN, expected=self.packages,
-                found=f"{packages}{_changed(out / PROVENANCE, about)}", next_step="begin a new night in another --out",
+                found=f"{packages}{changed(out / PROVENANCE, about)}", next_step="begin a new night in another --out",
             )  # fmt: skip
         self.commit, self.packages = commit, packages
         # What tells the night apart in the history, however often it is resumed.
@@ -372,7 +256,7 @@ class _Night:
             return not_carried_out(phase.name, "; ".join(problems), where=phase.where, folders=(phase.name,))
         watch = Watch(self.nodes)
         # What runs on every node goes on where there still is one, and what runs here needs none.
-        patience = _Patience(watch if phase.where == "cluster" else None, self.interrupted)
+        patience = Patience(watch if phase.where == "cluster" else None, self.interrupted)
         if phase.where == "every-node":
             ended, nodes = self._on_every_node(phase, folder, patience)
         else:
@@ -401,7 +285,7 @@ class _Night:
         problems += evidence.problems
         if problems:
             # A full disk takes the words of those who ran out of it along.
-            problems = [*_no_room(folder), *problems]
+            problems = [*no_room(folder), *problems]
         seconds = max([ended.seconds, *(end.seconds for end in nodes.values())])
         record = PhaseRecord(
             name=phase.name, outcome="pass", where=phase.where, exit_code=ended.code, ended=ended.text, seconds=seconds,
@@ -421,11 +305,11 @@ class _Night:
         if end.cut:
             return [f"{at}{end.cut}"]
         if end.code not in self.setting.matrix.exit_codes:
-            return [f"{at}{end.text}: {_last_line(place / STDERR)}"]
+            return [f"{at}{end.text}: {last_line(place / STDERR)}"]
         if end.code == 1:
-            why = _last_line(place / STDERR)
+            why = last_line(place / STDERR)
             return [] if is_red(found) else [f"{at}exit code 1, and nothing in its evidence says why: {why}"]
-        return [] if end.code == 0 else [f"{at}{end.text}: {_last_line(place / STDERR) or _last_line(place / STDOUT)}"]
+        return [] if end.code == 0 else [f"{at}{end.text}: {last_line(place / STDERR) or last_line(place / STDOUT)}"]
 
     # --- where it runs -----------------------------------------------------------------------------------------------
 
@@ -454,7 +338,7 @@ class _Night:
             cwd=Path.cwd(),
             env=self._environment(cluster=phase is not None and phase.where == "cluster"),
             timeout=timeout,
-            stop=patience or _Patience(None, self.interrupted),
+            stop=patience or Patience(None, self.interrupted),
         )
 
     def _take_census(self, folder: Path) -> list[str]:
@@ -465,7 +349,7 @@ class _Night:
         ended = self._here(argv, own / "census", CENSUS_SECONDS)
         if ended.cut or ended.code != 0:
             self.nodes = []
-            return [f"the Ray cluster does not answer: {_last_line(own / 'census' / STDERR) or ended.text}"]
+            return [f"the Ray cluster does not answer: {last_line(own / 'census' / STDERR) or ended.text}"]
         listed = read_nodes(target)
         listed = [replace(node, name=self._name(node)) for node in listed]
         # Ray lists a node for some time after it is gone.
@@ -527,7 +411,7 @@ class _Night:
         answers: Mapping[str, Any] = {}
         with contextlib.suppress(InputError):
             answers = read_json(target)
-        why = ended.cut or f"no answer: {_last_line(own / 'nodes' / STDERR) or ended.text}"
+        why = ended.cut or f"no answer: {last_line(own / 'nodes' / STDERR) or ended.text}"
         silent = Ended(code=None, seconds=ended.seconds, cut=why)
         return ended, {n.name: Ended(**answers[n.name]) if n.name in answers else silent for n in self.nodes}
 
@@ -537,148 +421,18 @@ class _Night:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _conclude(self, records: Sequence[PhaseRecord]) -> NightRecord:
-        """The verdict, first on the disk and then in the history and on the page."""
-        setting, out = self.setting, self.setting.out
+        setting = self.setting
         # A phase that was never come to is not one that passed.
         names = [record.name for record in records]
         records = [*records, *(
             not_carried_out(name, NOT_RUN) for name in (PROVENANCE_PHASE, *setting.row.phases) if name not in names
         )]  # fmt: skip
-        night = self._verdict(records)
-        write_night(self._not_yet(night), out)
-        try:
-            write_verdicts(out, verdicts_of(records, setting.row, resume=setting.again))
-            night = self._remember(night)
-        except Exception as error:  # whatever it is, the verdict stands
-            night = self._with_problem(night, f"the night was not taken into the history: {in_words(error)}")
-        try:
-            from alignment.report.night_page import write_night_page
-
-            page = write_night_page(night, out, baselines=setting.baselines)
-            night = replace(night, page=page.name)
-        except Exception as error:
-            night = self._with_problem(night, f"the page was not written: {in_words(error)}")
-        write_night(night, out)
-        return night
-
-    def _not_yet(self, night: NightRecord) -> NightRecord:
-        """What stands on the disk until the night is held against those before it: who is killed now left no green."""
-        if night.outcome != "pass":
-            return night
-        cause = "environment: the driver ended before it took the night into the history; resume with --resume"
-        return replace(night, outcome="error", cause=cause, action=self.setting.matrix.action(EXIT_CODES["error"]))
-
-    def _verdict(self, records: Sequence[PhaseRecord]) -> NightRecord:
-        outcome = gravest(record.outcome for record in records if record.name != PROVENANCE_PHASE)
-        if any(record.name == PROVENANCE_PHASE and record.outcome == "error" for record in records):
-            outcome = gravest((outcome, "error"))
-        if outcome == "unavailable":
-            outcome = "error"
-        cause = cause_of(records)
-        if self.interrupted:
-            cause = f"interrupted by {self.interrupted[0]}; {cause}"
-            outcome = gravest((outcome, "error"))
-        if not cause and outcome == "error":
-            why = "; ".join(f"{r.name}: {r.cause}" for r in records if r.cause)
-            cause = f"environment: nothing could be run: {why}"
         night = NightRecord(
-            identity=self.identity, row=self.setting.row.name, chip=self.setting.row.chip, outcome=outcome, action="",
-            cause=cause, began=self.began, ended=utc_now(), commit=self.commit, phases=tuple(records),
-            history="" if self.setting.history is None else str(self.setting.history), resume=self.setting.again,
+            identity=self.identity, row=setting.row.name, chip=setting.row.chip, outcome="", action="", cause="",
+            began=self.began, ended=utc_now(), commit=self.commit, phases=tuple(records),
+            history="" if setting.history is None else str(setting.history), resume=setting.again,
         )  # fmt: skip
-        return replace(night, action=self.setting.matrix.action(night.exit_code))
-
-    def _with_problem(self, night: NightRecord, problem: str) -> NightRecord:
-        """A night that cannot be kept is not green, and says so."""
-        outcome = gravest((night.outcome, "error"))
-        if outcome != night.outcome or not night.cause:
-            cause = f"environment: {problem}" + (f"; {night.cause}" if night.cause else "")
-            night = replace(night, outcome=outcome, cause=cause)
-        night = replace(night, remarks=(*night.remarks, problem))
-        return replace(night, action=graver(night.action, self.setting.matrix.action(night.exit_code)))
+        return conclude(night, setting, interrupted=self.interrupted, remember=self._remember)
 
     def _remember(self, night: NightRecord) -> NightRecord:
-        """Takes the night into the history; what it shows beside the nights before it may turn green into flaky."""
-        setting = self.setting
-        if setting.history is None:
-            return night
-        if not (setting.out / PROVENANCE).is_file():
-            raise InputError("the night has no provenance", where=setting.out / PROVENANCE)
-        from alignment.report.history import History
-
-        history = History(setting.history)
-        taken = history.add(setting.out)
-        concerns = tuple(
-            {"kind": c.kind, "check": c.check, "detail": c.detail} for c in history.call(run=taken.run).concerns
-        )
-        if not concerns:
-            return night
-        flaky = [c for c in concerns if c["kind"] == "flaky"]
-        outcome = gravest((night.outcome, "flaky")) if flaky else night.outcome
-        cause = night.cause or (f"flaky: {flaky[0]['check']}: {flaky[0]['detail']}" if flaky else "")
-        night = replace(night, outcome=outcome, cause=cause, concerns=concerns)
-        return replace(night, action=graver("warn", self.setting.matrix.action(night.exit_code)))
-
-
-class _Patience:
-    """Why the command that runs has to end now: a signal came, or a node was lost a while ago."""
-
-    def __init__(self, watch: Watch | None, interrupted: Sequence[str]) -> None:
-        self._watch, self._interrupted = watch, interrupted
-        self._since: float | None = None
-        self._next = 0.0
-
-    def __call__(self) -> str:
-        if self._interrupted:
-            return f"interrupted by {self._interrupted[0]}"
-        now = time.monotonic()
-        if self._watch is None or now < self._next:
-            return ""
-        lost = self._watch.lost()
-        self._next = time.monotonic() + 1.0
-        if not lost:
-            return ""
-        self._since = now if self._since is None else self._since
-        if now - self._since < NODE_GRACE_SECONDS:
-            return ""
-        return f"{LOST}: {', '.join(node.name for node in lost)}; ended {NODE_GRACE_SECONDS:g} s later"
-
-
-def _no_room(folder: Path) -> list[str]:
-    """Why nothing can be written into ``folder`` any more."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"x" * _PROBE_BYTES)
-            probe.flush()
-    except OSError as error:
-        return [f"{folder}: {os.strerror(error.errno or 0)}"]
-    return []
-
-
-def _digest(packages: object) -> str:
-    return hashlib.sha256(json.dumps(packages, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _changed(before: Path, now: Mapping[str, Any]) -> str:
-    """Which packages are others than in an earlier provenance, as far as that can be read."""
-    with contextlib.suppress(InputError, OSError, KeyError, TypeError, AttributeError):
-        old, new = read_json(before)["packages"], now["packages"]
-        other = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-        more = f" and {len(other) - TOLD} more" if len(other) > TOLD else ""
-        told = ", ".join(f"{name} {old.get(name, '(none)')} → {new.get(name, '(none)')}" for name in other[:TOLD])
-        return f" ({told}{more})" if other else ""
-    return ""
-
-
-def _last_line(path: Path) -> str:
-    """The last words of a log."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 4096))
-            lines = file.read().decode("utf-8", "replace").split("\n")
-    except OSError:
-        return ""
-    # The last bracket of a document says nothing.
-    return next((line.strip()[:300] for line in reversed(lines) if any(map(str.isalpha, line))), "")
-
+        return remembered(night, self.setting)
