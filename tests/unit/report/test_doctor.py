@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from alignment.cli.options import BASELINES
 from alignment.report.doctor import STACK, examine, print_examination
@@ -18,6 +17,15 @@ from alignment.report.doctor import STACK, examine, print_examination
 @pytest.fixture(scope="module")
 def found() -> dict:
     return examine(BASELINES)
+
+
+def shown(found: dict) -> str:
+    """The examination as a wide terminal has it."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    print_examination(Console(file=text, width=400), found)
+    return text.getvalue()
 
 
 def test_every_engine_is_listed_with_a_reason(found):
@@ -61,9 +69,7 @@ def test_switches_that_change_bits_are_told_as_they_are(monkeypatch, tmp_path, f
     finally:
         torch.use_deterministic_algorithms(False)
     assert (switched["HCCL_DETERMINISTIC"], switched["deterministic_algorithms"]) == ("strict", True)
-    text = io.StringIO()
-    print_examination(Console(file=text, width=400), {**found, "determinism": switched})
-    assert "HCCL_DETERMINISTIC=strict" in text.getvalue()
+    assert "HCCL_DETERMINISTIC=strict" in shown({**found, "determinism": switched})
 
 
 def test_contributors_are_told_on_a_page_what_the_doctor_says(found):
@@ -73,8 +79,7 @@ def test_contributors_are_told_on_a_page_what_the_doctor_says(found):
 
 
 def test_it_prints_and_is_json(found):
-    text = io.StringIO()
-    print_examination(Console(file=text, width=200), found)
+    text = shown(found)
     for part in ("engine.rollout=vllm", found["baselines"][-1]["step"], f"torch {found['stack']['torch']}"):
-        assert part in text.getvalue()
+        assert part in text
     json.dumps(found)

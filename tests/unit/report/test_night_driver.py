@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import yaml
 from page_reader import BROWSER, violations
-from rich.console import Console
 from typer.testing import CliRunner
 
 from alignment.cli import app
@@ -615,6 +614,8 @@ class Gone(io.StringIO):
 
 def shown(drive, phases: dict, *, terminal: bool, quiet: bool = False, leave: bool = False) -> tuple[str, str]:
     """A night's outcome, and what was written while it ran."""
+    from rich.console import Console
+
     file = Gone()
     console = Console(file=file, force_terminal=terminal, width=100, color_system=None)
 

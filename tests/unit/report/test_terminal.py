@@ -4,7 +4,6 @@ import io
 import math
 
 import pytest
-from rich.console import Console
 
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict, exit_code
 from alignment.report.terminal import explain, grouped, headline, percent_of_budget, print_verdicts
@@ -36,6 +35,8 @@ def test_a_finding_says_everything():
 
 
 def test_the_table_takes_the_gravest_outcome_of_a_row_and_lists_only_findings():
+    from rich.console import Console
+
     stream = io.StringIO()
     rows = [verdict(Outcome.PASS, value=1.0), verdict(Outcome.FAIL, check="unit/attention.yarn"),
             verdict(Outcome.UNAVAILABLE, check="unit/norm.x", reason="torch_npu is not installed")]
