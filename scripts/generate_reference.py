@@ -365,14 +365,17 @@ def batch_fields_table(language: str) -> str:
 
 def run_files_table(language: str) -> str:
     from alignment.report import run_directory
+    from alignment.report.ablation_page import ABLATION
     from alignment.report.page import PAGE
+    from alignment.report.replay_page import REPLAY
     from alignment.rl import run, tracking
     from alignment.rl.batch_record import BATCHES
 
     say = says("run files", language)
     rows = [
         (run_directory.VERDICTS, "verdicts"), (run_directory.PROVENANCE, "provenance"), (run_directory.STACK, "stack"),
-        (PAGE, "page"), (run.CONFIG, "config"), (run.RUN, "run"), (tracking.METRICS, "metrics"),
+        (PAGE, "page"), (REPLAY, "replay"), (ABLATION, "ablation"),
+        (run.CONFIG, "config"), (run.RUN, "run"), (tracking.METRICS, "metrics"),
         (tracking.GROUPS, "groups"), (tracking.TIMINGS, "timings"), (tracking.RANKS, "ranks"), (f"{BATCHES}/", "batches"),
         ("capture/", "capture"), ("checkpoints/", "checkpoints"), ("rollout_dump/", "rollouts"), ("tensorboard/", "tensorboard"),
     ]  # fmt: skip
