@@ -330,7 +330,7 @@ def main() -> None:
             print(f"{command.place}: needs {command.needs}: {command.why}: {command.text.splitlines()[0]}")
     print(
         f"{len(every)} commands: {count['plainly'] + count['long']} executed, {count['engine']} where the engine is, "
-        f"{count['elsewhere']} by another test, {count['stand-in']} with a stand-in for a device or a cluster, "
+        f"{count['elsewhere']} by another test, {count['stand-in']} with a declared stand-in, "
         f"{count['only parsed']} only parsed"
     )
 
