@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alignment.report.answer import NUMBER, mapping, number, rows, shown
+from alignment.report.answer import NUMBER, listed, mapping, number, rows, shown
 from alignment.report.chart import chart, least, mean, most
 
 ABLATION = "ablation.json"
@@ -27,7 +27,9 @@ def ablation_part(found: Any, source: Path | str) -> dict[str, Any]:
     effects.sort(key=lambda effect: (_ORDER.index(effect["outcome"]), -abs(number(effect["value"]) or 0.0)))
     levels = rows(found["levels"], source, {"factors": list, "seed": int, "level": (*NUMBER, str)}, COMMAND)
     fields = {"factors": list, "seed": int, "steps": list, "values": list}
-    curves = rows(found.get("curves") or [], source, fields, COMMAND)
+    curves = rows(found.get("curves", []), source, fields, COMMAND)
+    for curve in curves:
+        listed(curve["steps"], source, int, "numbers of steps", COMMAND)
     changes = found.get("factors") if isinstance(found.get("factors"), Mapping) else {}
     others = found.get("other_prompts") if isinstance(found.get("other_prompts"), Mapping) else {}
     for effect in effects:

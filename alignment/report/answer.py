@@ -17,7 +17,7 @@ NUMBER = (int, float)
 
 
 def mapping(found: Any, source: Path | str, fields: Mapping[str, Any], command: str) -> dict[str, Any]:
-    """``found`` as a mapping that has ``fields``, each of its kind.
+    """``found`` as a mapping that has ``fields``, each of its kind; one that may be None may be missing.
 
     Raises:
         InputError: it is none, or a field is missing or of another kind.
@@ -27,7 +27,7 @@ def mapping(found: Any, source: Path | str, fields: Mapping[str, Any], command: 
     wrong = [name for name, kind in fields.items() if not isinstance(found.get(name), kind)]
     if wrong:
         raise other_shape(source, ", ".join(wrong), command)
-    return dict(found)
+    return {**dict.fromkeys(fields), **found}
 
 
 def rows(found: Any, source: Path | str, fields: Mapping[str, Any], command: str) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def rows(found: Any, source: Path | str, fields: Mapping[str, Any], command: str
         ]
         if wrong:
             raise other_shape(source, f"{', '.join(wrong)} in every row", command)
-    return [dict(row) for row in found]
+    return [{**dict.fromkeys(fields), **row} for row in found]
 
 
 def named(found: Any, *names: str) -> bool:
@@ -56,6 +56,17 @@ def number(found: Any) -> float | None:
     """A finite number, or None: JSON has no other, and ``finite`` of the run directory spells those as text."""
     known = isinstance(found, NUMBER) and not isinstance(found, bool) and math.isfinite(found)
     return float(found) if known else None
+
+
+def listed(found: Any, source: Path | str, kind: Any, what: str, command: str) -> list[Any]:
+    """``found`` as a list of ``kind``.
+
+    Raises:
+        InputError: it is none, or an item is of another kind; ``what`` was expected.
+    """
+    if not isinstance(found, list) or not all(isinstance(item, kind) for item in found):
+        raise other_shape(source, what, command)
+    return found
 
 
 def shown(found: Any, digits: str = ".4g") -> str:

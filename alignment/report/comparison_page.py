@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.numerics.verdict import Outcome
-from alignment.report.answer import named, number, other_shape, rows, shown, trail
+from alignment.report.answer import listed, named, number, other_shape, rows, shown, trail
 
 COMMAND = "compare --json"
 SHOWN = 40
@@ -32,7 +32,11 @@ def comparison_part(found: Any, source: Path | str) -> dict[str, Any]:
     capture = found.get("capture")
     documents = [found, *([capture] if isinstance(capture, Mapping) else [])]
     stages = [_stages(document.get("stages"), source) for document in documents]
-    missing = [str(gap) for document in documents for gap in document.get("missing") or ()]
+    missing = [
+        gap
+        for document in documents
+        for gap in listed(document.get("missing") or [], source, str, "what is missing, in words", COMMAND)
+    ]
     firsts = [first for part in stages for first in [_first(part)] if first is not None]
     for first in firsts[1:]:  # of the captures of the two runs
         first["name"] = f"captures, {first['name']}"

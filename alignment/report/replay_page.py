@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alignment.report.answer import NUMBER, mapping, other_shape, rows, shown
+from alignment.report.answer import NUMBER, listed, mapping, other_shape, rows, shown
 from alignment.report.chart import chart, least, most, numbers
 
 REPLAY = "replay.json"
 COMMAND = "replay --json"
+SERIES = ("steps", "reference", "replay", "drift", "noise", "so_far", "envelope")
 _OUTCOMES = {True: "pass", False: "fail", None: "inconclusive"}
 _DRIFT = {
     "metric": str, "error": (*NUMBER, str), "noise": list, "worst_step": int, "worst_error": (*NUMBER, str),
@@ -26,6 +27,7 @@ def replay_part(found: Any, source: Path | str) -> dict[str, Any]:
     """
     fields = {"device": str, "steps": int, "bar": NUMBER, "outcome": str, "drifts": list}
     found = mapping(found, source, fields, COMMAND)
+    curves = rows(found.get("curves", []), source, {"metric": str, **dict.fromkeys(SERIES, list)}, COMMAND)
     drifts = rows(found["drifts"], source, _DRIFT, COMMAND)
     if not drifts:
         raise other_shape(source, "the drift of a metric", COMMAND)
@@ -50,7 +52,7 @@ def replay_part(found: Any, source: Path | str) -> dict[str, Any]:
             }
             for drift in drifts
         ],
-        "charts": [chart for row in found.get("curves") or () for chart in _charts(row, source)],
+        "charts": [chart for row in curves for chart in _charts(row, source)],
     }
 
 
@@ -64,12 +66,10 @@ def _headline(worst: Mapping[str, Any], steps: int, device: str) -> str:
     return f"ALIGNED: {steps} replayed steps on {device} stay within their bounds"
 
 
-def _charts(found: Any, source: Path | str) -> list[dict[str, Any]]:
+def _charts(row: Mapping[str, Any], source: Path | str) -> list[dict[str, Any]]:
     """Drift of every step over its noise, error so far under its envelope, and the metric itself in both runs."""
-    series = ("steps", "reference", "replay", "drift", "noise", "so_far", "envelope")
-    row = mapping(found, source, {"metric": str, **dict.fromkeys(series, list)}, COMMAND)
-    count = len(row["steps"])
-    lines = [row[name] for name in series if name not in ("noise", "envelope")] + [*row["noise"]]
+    count = len(listed(row["steps"], source, int, "numbers of steps", COMMAND))
+    lines = [row[name] for name in SERIES if name not in ("noise", "envelope")] + [*row["noise"]]
     lines += [row["envelope"]] if row["envelope"] else []
     if any(not isinstance(line, list) or len(line) != count for line in lines):
         raise other_shape(source, f"{count} values, one per step, in every series of {row['metric']}", COMMAND)

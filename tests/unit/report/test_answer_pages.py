@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from alignment.numerics.verdict import Outcome
 from alignment.report.ablation_page import ablation_part
 from alignment.report.audit_page import audit_part
 from alignment.report.comparison_page import comparison_part
-from alignment.report.page import gather, write_answer, write_page
+from alignment.report.page import ANSWERS, _part, gather, render, write_answer, write_page
 from alignment.report.replay_page import replay_part
 from alignment.report.run_directory import write_verdicts
 from alignment.report.triage_page import triage_part
@@ -325,3 +326,50 @@ def test_compare_writes_its_page_where_one_is_asked_for(tmp_path):
     assert told.exit_code == 1 and json.loads(told.stdout)["aligned"] is False
     refused = CliRunner().invoke(app, [*command, "--save-noise", str(tmp_path / "noise.json")])
     assert "--html is not read with --save-noise" in str(refused.exception)
+
+
+READ = {name: read for name, (_, read) in ANSWERS.items()}
+OTHERS = (None, True, 3, -0.5, "text", "nan", [], [[1]], {}, {"a": [1]})
+
+
+def places(value, path=()):
+    """Every place of a document, of long lists the first two items."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def replaced(document, path, value):
+    """A document with something else, or with nothing (``...``), at one place."""
+    if not path:
+        return value
+    changed = copy.deepcopy(document)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_anything_at_any_place_is_shown_or_refused_by_name(name):
+    document = json.loads(json.dumps(DOCUMENTS[name]()))
+    shown, refused = [], 0
+    for path in places(document):
+        for other in (*OTHERS, *([...] if path else [])):
+            changed = replaced(document, path, other)
+            try:
+                shown.append(READ[name](changed, HERE))
+            except InputError as error:
+                assert str(error).startswith(f"{HERE}: not what alignment "), error
+                refused += 1
+            except Exception as error:
+                raise AssertionError(f"{path}: {other!r}") from error
+    assert shown and refused
+    # What is shown can be drawn; a page for each would take minutes.
+    for part in shown[:: max(1, len(shown) // 20)]:
+        render([{**_part("a run", [], {name: part})}])
