@@ -758,11 +758,11 @@ def _side_by_side(rows: Sequence[TensorRow], axis: int) -> TensorRow:
     def tensor() -> np.ndarray:
         return np.concatenate([row.tensor() for row in rows], axis=axis)
 
+    # The parts are of the same tokens of the same samples, so the keys of the first are those of the whole.
     return replace(
         rows[0],
         shape=tuple(shape),
         statistics=merged(rows),
-        keys=None,
         load_sketch=None,
         load_tensor=tensor if all(row.load_tensor is not None for row in rows) else None,
     )
