@@ -239,7 +239,7 @@ class Buckets:
     def __init__(self, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED, device: torch.device | str = "cpu") -> None:
         self.tables = sketch_tables(size, seed)
         self.size, self.seed, self.device = size, seed, str(device)
-        self.signs, self.ones = _signs_on(size, seed, self.device)
+        self.signs = _signs_on(size, seed, self.device)
         self.group = self.tables.group
         self.scratch: torch.Tensor | None = None
 
@@ -296,11 +296,8 @@ class Filling:
         total = total.roll(-self.shift) if self.shift else total
         whole = n // prime * prime
         rows = product[:whole].view(-1, prime)
-        if buckets.device == "cpu":
-            # A matrix-vector product adds fastest here; on an accelerator it may round its input.
-            total.addmv_(rows.t(), buckets.ones[: len(rows)], alpha=alpha)
-        else:
-            total.add_(rows.sum(0), alpha=alpha)
+        # A matrix-vector product would be faster on a CPU, where its precision is not lowered.
+        total.add_(rows.sum(0), alpha=alpha)
         if n > whole:
             total[: n - whole].add_(product[whole:], alpha=alpha)
         if self.shift:
@@ -318,12 +315,24 @@ class Filling:
 
 
 def mix(sums: torch.Tensor, *, size: int = SKETCH_SIZE, seed: int = SKETCH_SEED) -> torch.Tensor:
-    """The second half of a sketch: [..., 16·size] bucket sums to [..., size]."""
-    before, after, left, right = _mixing_on(size, seed, str(sums.device))
-    lead = sums.shape[:-1]
-    blocks = (sums.view(*lead, _SPREAD, size) * before).view(*lead, _SPREAD, len(left), len(right))
-    rotated = (left @ blocks @ right).view(*lead, _SPREAD, size)
-    return rotated.mul_(after).sum(-2)
+    """The second half of a sketch: [..., 16·size] bucket sums to [..., size].
+
+    The rotation is made of sums and differences: what a run does to the precision of products (autocast, TF32, HF32)
+    does not reach it.
+    """
+    import torch
+
+    before, after = _mixing_on(size, seed, str(sums.device))
+    x = sums.view(*sums.shape[:-1], _SPREAD, size) * before
+    half = size // 2
+    while half:
+        pairs = x.view(-1, 2, half)
+        a, b = pairs.unbind(1)
+        x = torch.empty_like(pairs)
+        torch.add(a, b, out=x.select(1, 0))
+        torch.sub(a, b, out=x.select(1, 1))
+        half //= 2
+    return x.view(*sums.shape[:-1], _SPREAD, size).mul_(after).sum(-2)
 
 
 def _pieces(flat, place: Place | None, tables: SketchTables, zeros):
@@ -375,12 +384,12 @@ def _pieces(flat, place: Place | None, tables: SketchTables, zeros):
 
 
 @functools.lru_cache(maxsize=16)
-def _signs_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _signs_on(size: int, seed: int, device: str) -> torch.Tensor:
     import torch
 
     # The tables outlive the inference mode that they may first be asked for in.
     with torch.inference_mode(False):
-        return torch.from_numpy(sketch_tables(size, seed).signs).to(device), torch.ones(_ROWS, device=device)
+        return torch.from_numpy(sketch_tables(size, seed).signs).to(device)
 
 
 @functools.lru_cache(maxsize=16)
@@ -389,7 +398,7 @@ def _mixing_on(size: int, seed: int, device: str) -> tuple[torch.Tensor, ...]:
 
     tables = sketch_tables(size, seed)
     with torch.inference_mode(False):
-        return tuple(torch.from_numpy(t).to(device) for t in (tables.before, tables.after, tables.left, tables.right))
+        return tuple(torch.from_numpy(t).to(device) for t in (tables.before, tables.after))
 
 
 def _hash(index: np.ndarray, seed: int, stream: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -24,9 +25,11 @@ from alignment.capture.own_format import OwnCapture
 from alignment.capture.session import Capture, capture
 from alignment.capture.writer import BackgroundWriter
 from alignment.errors import InputError
-from alignment.numerics.sketch import sketch_array
+from alignment.numerics.sketch import FOLD, SKETCH_SIZE, sketch_array
 
 STAGE = "train"
+SUMMED = FOLD + SKETCH_SIZE.bit_length()
+"""Roundings that follow one another in a sketch."""
 
 
 def captured(tmp_path, config, *, model=None, steps=1):
@@ -49,6 +52,40 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(tmp_path, level, deta
     plain = train(make_model(dtype))
     _, seen = captured(tmp_path, CaptureConfig(level=level, detail=detail), model=make_model(dtype), steps=3)
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+
+
+@pytest.mark.parametrize("fast", ["on", "off"])
+@pytest.mark.parametrize("level", ["L0", "mix"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_training_under_autocast_is_captured_and_not_changed(tmp_path, monkeypatch, fast, level, dtype):
+    if fast == "off":
+        monkeypatch.setattr("alignment.capture.reduction.kernel", lambda: None)
+
+    def trained(around=None):
+        model = make_model()
+        with torch.autocast("cpu", dtype=dtype):
+            return train(model, 2, around(model) if around else None)
+
+    plain = trained()
+    with contextlib.ExitStack() as stack:
+
+        def around(model):
+            config = CaptureConfig(detail="tensor", level=level, real_tokens=False)
+            session = stack.enter_context(capture(model, config, directory=tmp_path))
+            stack.callback(lambda: failures.append(session.failure))
+            return session.step
+
+        failures = []
+        seen = trained(around)
+    assert failures == [None]
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+    rows = [row for row in rows_of(OwnCapture(tmp_path)) if row.has_sketch]
+    assert {"forward", "backward"} <= {row.direction for row in rows if row.kind == "module"}
+    assert str(dtype).removeprefix("torch.") in {row.dtype for row in rows}
+    for row in rows:
+        t = row.tensor().astype(np.float32)
+        close = SUMMED * EPS * float(np.linalg.norm(t))
+        assert np.linalg.norm(row.sketch() - sketch_array(t)) <= close, row
 
 
 def test_wrapping_inputs_as_full_backward_hooks_do_would_change_the_gradients():

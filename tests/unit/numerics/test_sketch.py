@@ -186,6 +186,16 @@ def test_numpy_and_torch_agree_to_the_rounding_of_their_sums(seed, n, log_size):
     assert np.linalg.norm(a - b) <= SUMMED * EPS * float(x.norm()) + np.finfo(np.float32).tiny
 
 
+@pytest.mark.parametrize("n", [1000, 200_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sketch_is_the_same_to_the_last_bit_where_products_are_lowered(n, dtype):
+    x = normal(n, 3)
+    plain = sketch_tensor(x)
+    with torch.autocast("cpu", dtype=dtype):
+        assert torch.equal(sketch_tensor(x), plain)
+        assert (torch.eye(2) @ torch.eye(2)).dtype == dtype  # it is switched on
+
+
 @given(
     shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
     data=st.data(),
