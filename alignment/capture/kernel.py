@@ -101,15 +101,17 @@ class Kernel:
         self.out_at = self.out.ctypes.data
         self._others = np.empty(SUMMANDS - 1, np.int64)
         self._others_at = self._others.ctypes.data
+        self._room = np.empty(0, np.float32)
         self.make_room(_PIECE)
         self._one = np.zeros((1, 5), np.int64)
         self._one_at = self._one.ctypes.data
         self._plans = _Plans(lambda runs: [_Plan(runs)])
 
     def make_room(self, count: int) -> None:
-        """For the sum of so many elements."""
-        self._room = np.empty(count, np.float32)
-        self._room_at = self._room.ctypes.data
+        """For the sum of so many elements. It only grows: those who needed more go on."""
+        if count > len(self._room):
+            self._room = np.empty(count, np.float32)
+            self._room_at = self._room.ctypes.data
 
     def takes(self, flat: Tensor) -> bool:
         """Whether it reduces such a tensor."""
@@ -164,8 +166,7 @@ class Sketcher:
         self._whole: dict[int, list[_Plan]] = {}
         arrays = self._signs, self._sums, self._before, self._after
         self._at = tuple(array.ctypes.data for array in arrays)
-        if tables.prime > _PIECE:
-            kernel.make_room(tables.prime)
+        kernel.make_room(tables.prime)
 
     def reduce(self, *summands: Tensor) -> tuple[_Found, np.ndarray] | None:
         """(statistics, sketch) of contiguous tensors of one shape, added up in their own dtype.

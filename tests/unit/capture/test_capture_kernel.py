@@ -232,6 +232,17 @@ def test_a_sum_is_reduced_as_the_tensor_that_torch_makes_of_it(count, kind, boun
         assert x[3] != reducer_of(given[0], bounds, size)[3], "the first summand alone is another tensor"
 
 
+@needs_kernel
+def test_sums_of_several_sketch_sizes_have_room_in_turns():
+    fast, given = module.kernel(), summands(2, "plain", torch.float32)
+    total = given[0] + given[1]
+    sketchers = {size: fast.sketcher(sketch_tables(size, 0)) for size in (SIZE, 4096, 2048)}
+    for size in (4096, 2048, SIZE, 4096):
+        assert len(fast._room) >= sketch_tables(size, 0).prime, "a sum would be written beyond its room"
+        (found, sketch), (expected, of_total) = sketchers[size].reduce(*given), sketchers[size].reduce(total)
+        assert found == expected and np.array_equal(sketch, of_total)
+
+
 def reducer_of(t, bounds, size):
     from alignment.capture.samples import Samples
 
