@@ -11,7 +11,7 @@ from pathlib import Path
 
 from alignment.capture.record import CaptureReader, TensorRow
 from alignment.diagnose.carried import Carried
-from alignment.diagnose.localise import UPDATE, UPDATE_SIZE, Finding, Localisation, learn, localise
+from alignment.diagnose.localise import ALONE, UPDATE, UPDATE_SIZE, Finding, Localisation, learn, localise
 from alignment.diagnose.module_graph import ModuleGraph, Pair
 from alignment.diagnose.names import NameMap, matches_any, no_common_names
 from alignment.diagnose.noise import NO_GRADIENTS, NoiseModel
@@ -52,6 +52,9 @@ class StageComparison:
     details: tuple[str, ...]
     largest: list[Row] = field(default_factory=list)
     different_implementations: bool = False
+    gradients: float = 0.0
+    outputs: float = 0.0
+    """Largest relative differences of gradients of parameters, and of what models give out."""
 
     @property
     def failures(self) -> list[str]:
@@ -167,7 +170,10 @@ class StageComparison:
             return ""
         first = max(unknown, key=lambda finding: finding.relative)
         blind = any(finding.origin == NO_GRADIENTS for finding in unknown)
-        why = "as no gradients were captured" if blind else "as that takes sketches and gradients"
+        no_sketches = "sketch" not in self.details and "tensor" not in self.details
+        why = "as their gradients differ too much to tell"
+        if blind or no_sketches:
+            why = "as no gradients were captured" if blind else "as that takes sketches and gradients"
         return (
             f"{len(unknown)} weights differ since an update, by {first.relative:.2g} in {first.module}:"
             f" nobody knows by how much they may, {why}"
@@ -182,7 +188,7 @@ class StageComparison:
             return "capture both with the same padding, or name what may differ with --allow-missing"
         if first is None:
             return None
-        if first.reason in (UPDATE, UPDATE_SIZE):
+        if first.reason in (UPDATE, UPDATE_SIZE, ALONE):
             return "look at the optimizer: learning rate, betas, weight decay, clipping, and whether it stepped at all"
         if first.quantity.startswith("parameter"):
             return "look at how this weight was loaded or sent: alignment run --case weight_sync"
@@ -302,7 +308,7 @@ def compare_captures(
             StageComparison(
                 step, stage, rank, found, unpaired, len(compared), (pairing.golden_rows, pairing.target_rows),
                 tuple(sorted({pair.difference.detail for pair in compared} - {"none"})), _largest(compared),
-                foreign,
+                foreign, _farthest(compared, "parameter_gradient"), _farthest(compared, "module"),
             )
         )  # fmt: skip
     return out
@@ -395,6 +401,16 @@ def _weigh(gap: Unpaired, foreign: bool) -> Unpaired:
     if foreign and gap.what in ("module", "call"):
         return replace(gap, what="tensor")
     return gap
+
+
+def _farthest(pairs: list[Pair], kind: str) -> float:
+    """Largest relative difference of one kind of pair; of modules, of what the outermost one gives out."""
+    held = [p for p in pairs if p.kind == kind and not p.discrete and math.isfinite(p.difference.relative)]
+    if kind == "module":
+        held = [p for p in held if p.direction == "forward" and p.role == "output"]
+        outermost = min((p.owner.count(".") if p.owner else -1 for p in held), default=0)
+        held = [p for p in held if (p.owner.count(".") if p.owner else -1) == outermost]
+    return max((p.difference.relative for p in held), default=0.0)
 
 
 def _largest(pairs: list[Pair]) -> list[Row]:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from alignment.capture.record import TensorRow
-from alignment.diagnose.difference import RESOLUTION
+from alignment.diagnose.difference import RESOLUTION, roundoff
 from alignment.diagnose.module_graph import Pair
 from alignment.numerics.sketch import sketch_array
 
@@ -31,31 +31,40 @@ _COARSE = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """What happened to a weight since it was last compared in the same stage.
+    """What happened to a weight between two states of it.
 
     Attributes:
-        since: the step it was last compared in.
-        relative: e, NaN where the captures hold neither sketches nor tensors.
+        since: the step of the earlier state.
+        relative: ‖E‖ / max(‖U‖, ‖U_t‖), NaN where the captures hold neither sketches nor tensors.
         size: s.
-        floor: what sums of float32 leave of e: the rounding of two sketches, in units of ‖U‖.
+        floor: what sums of float32 leave of ``relative``: the rounding of two sketches.
+        alone: which side moved the weight where the other one left it as it was; "" where both did or neither.
         gradients: largest relative difference of the weight's gradients so far; None if no capture has any.
         elements: of the weight.
         numbers: of a sketch.
-        coarse: whether the weight is stored in a format that most updates are lost in.
+        mixed: whether the two sides store the weight in different formats.
+        roundings: of a weight in a format in which most updates round to nothing, how many spacings of its largest
+            element the update is made of, in squares; infinite for other formats.
+        owed: the same of the difference before, which later roundings may make up for.
         inherited: whether the weight or the gradients were found to diverge before.
         before: the state before it, where that is of the same stage and step.
+        total: of a weight with roundings, all updates since the first state.
     """
 
     since: int
-    relative: float
+    relative: float = math.nan
     size: float = 0.0
     floor: float = 0.0
+    alone: str = ""
     gradients: float | None = None
     elements: int = 1
     numbers: int = 1
-    coarse: bool = False
+    mixed: bool = False
+    roundings: float = math.inf
+    owed: float = 0.0
     inherited: bool = False
     before: Pair | None = None
+    total: Update | None = None
 
 
 @dataclass(slots=True)
@@ -64,6 +73,9 @@ class _State:
     golden: np.ndarray | None
     difference: np.ndarray | None
     wrong: bool
+
+    def comparable(self, other: _State) -> bool:
+        return self.golden is not None and other.golden is not None and self.golden.shape == other.golden.shape
 
 
 class Carried:
@@ -75,7 +87,9 @@ class Carried:
     def __init__(self) -> None:
         self._step: int | None = None
         self._fields: dict[tuple[str, tuple], tuple[Pair, bool]] = {}
-        self._weights: dict[tuple[str, int | None, str, str], _State] = {}
+        self._weights: dict[tuple, _State] = {}
+        self._first: dict[tuple, _State] = {}
+        self._elsewhere: dict[tuple, tuple[str, _State]] = {}
         self._gradients: dict[bool, dict[tuple[str, str], float]] = {False: {}, True: {}}
         self._now: dict[tuple[str, str], float] = {}
         self._wrong: set[bool] = set()
@@ -83,9 +97,9 @@ class Carried:
         self._latest: dict[tuple, Pair] = {}
 
     def before(self, step: int, stage: str, rank: int | None, pairs: Sequence[Pair]) -> None:
-        """Fills :attr:`Pair.update` of weights and :attr:`Pair.earlier` of fields."""
+        """Fills :attr:`Pair.update` and :attr:`Pair.elsewhere` of weights, and :attr:`Pair.earlier` of fields."""
         if step != self._step:
-            self._step, self._fields = step, {}
+            self._step, self._fields, self._elsewhere = step, {}, {}
         self._new, self._latest, self._now = [], {}, _gradients(pairs)
         for pair in pairs:
             if pair.kind == "value" and pair.identity is not None:
@@ -113,32 +127,41 @@ class Carried:
         key = stage, rank, pair.owner, pair.name
         golden, target = (_sketch(row) for row in pair.rows)
         known = golden is not None and target is not None and golden.shape == target.shape
-        difference = target - golden if known else None
-        earlier = self._weights.get(key)
-        state = self._weights[key] = _State(step, golden if known else None, difference, False)
-        same_stage = self._latest.get(key)
-        self._latest[key] = pair
+        state = _State(step, golden if known else None, target - golden if known else None, False)
+        earlier, self._weights[key] = self._weights.get(key), state
+        first = self._first.setdefault(key, state)
+        same_stage, self._latest[key] = self._latest.get(key), pair
         self._new.append((state, pair))
+        critic = stage in _CRITIC
+        if same_stage is None:
+            self._compare_stages(critic, rank, stage, pair, state)
         if earlier is None:
             return
-        critic = stage in _CRITIC
         update = pair.update = Update(
-            since=earlier.step, relative=math.nan, gradients=self._explained_by(critic, pair, same_stage is not None),
-            inherited=earlier.wrong or critic in self._wrong, before=same_stage, coarse=pair.dtype in _COARSE,
+            since=earlier.step, gradients=self._explained_by(critic, pair, same_stage is not None),
+            inherited=earlier.wrong or critic in self._wrong, before=same_stage, mixed=not pair.same_dtype,
         )  # fmt: skip
-        if not known or earlier.golden is None or earlier.golden.shape != golden.shape:
+        if not state.comparable(earlier):
             return
-        moved, apart = golden - earlier.golden, difference - earlier.difference
-        # float32 sums of the whole weight are taken twice on either side
-        least = RESOLUTION * float(np.linalg.norm(golden))
-        length = max(float(np.linalg.norm(moved)), least)
-        update.numbers, update.elements = golden.size, max(1, math.prod(pair.shape))
-        if length == 0.0:
-            update.relative = 0.0 if not apart.any() else math.inf
+        spacing = _spacing(pair)
+        _measure(update, pair, earlier, state, spacing)
+        if spacing and first is not earlier and state.comparable(first):
+            update.total = replace(update, since=first.step, owed=0.0)
+            _measure(update.total, pair, first, state, spacing)
+        if spacing:
+            update.owed = float(earlier.difference @ earlier.difference) / spacing**2
+
+    def _compare_stages(self, critic: bool, rank: int | None, stage: str, pair: Pair, state: _State) -> None:
+        """What golden has in two stages of a step alike, the target has to have alike: no noise comes between."""
+        key = critic, rank, pair.owner, pair.name
+        where, other = self._elsewhere.setdefault(key, (stage, state))
+        if other is state or not state.comparable(other):
             return
-        update.relative, update.floor = float(np.linalg.norm(apart)) / length, 2.0 * least / length
-        if length > least:
-            update.size = (float(apart @ moved) + float(apart @ apart) / 2) / length**2
+        size = float(np.linalg.norm(state.golden))
+        apart = float(np.linalg.norm(state.difference - other.difference))
+        same = float(np.linalg.norm(state.golden - other.golden)) <= 2.0 * RESOLUTION * size
+        if same and apart > 4.0 * RESOLUTION * size:
+            pair.elsewhere = where, apart / size, 4.0 * RESOLUTION
 
     def _explained_by(self, critic: bool, pair: Pair, now: bool) -> float | None:
         """The difference of its gradients so far, with those of the present stage if it was updated there."""
@@ -148,6 +171,33 @@ class Carried:
                 # of tied weights only one name has a gradient
                 found.append(held.get(name, max(held.values())))
         return max(found, default=None)
+
+
+def _measure(update: Update, pair: Pair, earlier: _State, state: _State, spacing: float) -> None:
+    moved, apart = state.golden - earlier.golden, state.difference - earlier.difference
+    # float32 sums of the whole weight are taken twice on either side
+    least = 2.0 * RESOLUTION * float(np.linalg.norm(state.golden))
+    lengths = float(np.linalg.norm(moved)), float(np.linalg.norm(moved + apart))
+    length = max(*lengths, least)
+    update.numbers, update.elements = state.golden.size, max(1, math.prod(pair.shape))
+    if length == 0.0:
+        update.relative = 0.0
+        return
+    update.relative, update.floor = float(np.linalg.norm(apart)) / length, least / length
+    if spacing:
+        update.roundings = (length / spacing) ** 2
+    if lengths[0] > least:
+        update.size = (float(apart @ moved) + float(apart @ apart) / 2) / lengths[0] ** 2
+    if min(lengths) <= least < max(lengths) / 4:
+        update.alone = "golden" if lengths[0] > lengths[1] else "the target"
+
+
+def _spacing(pair: Pair) -> float:
+    """Between the largest element of a weight and the next number of its format; 0 for those that hold most updates."""
+    known = [row.statistics for row in pair.rows or () if row.statistics is not None]
+    if pair.dtype not in _COARSE or not known:
+        return 0.0
+    return 2.0 * roundoff(pair.dtype) * max(max(abs(s.max), abs(s.min)) for s in known)
 
 
 def _gradients(pairs: Sequence[Pair]) -> dict[tuple[str, str], float]:

@@ -80,6 +80,11 @@ def signed_resolution(size: float, mean: float, count: int) -> tuple[float, floa
     return gain, once * (share + math.sqrt((CHAIN / 2 + share**2 * CHAIN**2 / 3) / count))
 
 
+def roundoff(dtype: str) -> float:
+    """Unit roundoff of a floating-point format; 0 for others."""
+    return _ROUNDOFF.get(dtype, 0.0)
+
+
 def coarser(first: str, second: str) -> str:
     """The dtype with the larger unit roundoff."""
     return first if _ROUNDOFF.get(first, 0.0) >= _ROUNDOFF.get(second, 0.0) else second

@@ -21,8 +21,12 @@ HANDED_ON = "copied, not computed"
 SIGNED = ("gain", "bias")
 """Reasons that rounding does not have, however large the result may be."""
 
-UPDATE, UPDATE_SIZE = "difference of the updates", "size of the update"
+UPDATE, UPDATE_SIZE, ALONE = "difference of the updates", "size of the update", "update of one side alone"
 """Reasons that name an optimizer, and not how a weight was loaded or sent."""
+
+SHARED = math.sqrt(0.5)
+"""Of two updates that differ by more, less than half of what they do is the same: however noisy the gradients are, that
+is no evidence of one update."""
 
 HELD = ("parameter", "attribute")
 """Kinds of edges whose results a module has, and is not given."""
@@ -458,6 +462,11 @@ class _Judge:
     def _copied(self, edge: Edge, difference: Difference) -> bool:
         """Parameters, attributes and inputs are copied, not computed: storage rounding is all that may differ."""
         pair = edge.result
+        if pair.elsewhere is not None:
+            stage, value, limit = pair.elsewhere
+            origin = f"golden has the weight of {stage} here"
+            self._add(edge, difference, "introduced", f"difference from {stage}", value, limit, origin)
+            return True
         limit = _copy_limit(pair)
         if difference.relative <= limit:
             return False
@@ -471,20 +480,30 @@ class _Judge:
         """Weights that were equal, or apart by what is explained, before an update: judged is what it added."""
         inherited = update.inherited or id(update.before) in self.found.diverging
         status = "inherited" if inherited else "introduced"
-        limits = self.noise.update(update)
-        compared = 0.0 if math.isnan(update.relative) else update.relative
-        measures = ((UPDATE, compared, limits.relative), (UPDATE_SIZE, update.size, limits.size))
-        name, value, most = max(measures, key=lambda m: _ratio(m[1], m[2]))
-        if _ratio(value, most) > 1.0:
-            self._add(edge, difference, status, name, value, most, f"{limits.origin}, since step {update.since}")
-            return True
+        known = True
+        for one in filter(None, (update, update.total)):
+            name, value, most, origin = self._worst(one)
+            if _ratio(value, most) > 1.0:
+                self._add(edge, difference, status, name, value, most, f"{origin}, since step {one.since}")
+                return True
+            unlike = one.relative > SHARED and not self.noise.few_roundings(one)
+            known &= not (math.isnan(one.relative) or one.gradients is None or unlike)
         if inherited:
             self._add(edge, difference, status, "relative difference", difference.relative, limit, HANDED_ON)
             return True
-        if math.isnan(update.relative) or update.gradients is None:
-            self._add(edge, difference, "unknown", "relative difference", difference.relative, limit, limits.origin)
+        if not known:
+            self._add(edge, difference, "unknown", "relative difference", difference.relative, limit, origin)
             self.found.unknown.append(self.found.findings.pop())
         return False
+
+    def _worst(self, update: Update) -> tuple[str, float, float, str]:
+        """What of an update is nearest to its limit or beyond it: reason, value, limit, origin of the limit."""
+        if update.alone and not self.noise.few_roundings(update):
+            return ALONE, update.relative, 0.0, f"{update.alone} moves the weight, the other one leaves it as it was"
+        limits = self.noise.update(update)
+        compared = 0.0 if math.isnan(update.relative) else update.relative
+        measures = ((UPDATE, compared, limits.relative), (UPDATE_SIZE, update.size, limits.size))
+        return *max(measures, key=lambda m: _ratio(m[1], m[2])), limits.origin
 
     def _discrete(self, edge: Edge, difference: Difference) -> bool:
         """Indices: equal sources choose alike; else choices move where their margin is below the sources' error."""

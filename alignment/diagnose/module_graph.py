@@ -51,6 +51,8 @@ class Pair:
         healed: it differs, and a module that was given it computes the same; as a source it is as good as equal.
         rows: of a parameter, the two rows, for as long as their data is needed.
         update: of a parameter that was compared before, what happened to it since.
+        elsewhere: of a parameter that is another one than in a stage of the same step where golden has the same: that
+            stage, how far off, and the limit of that.
         earlier: of a field of the pipeline, the same one in an earlier stage of the step, and whether it diverges.
     """
 
@@ -79,6 +81,7 @@ class Pair:
     exchanged: float = 0.0
     rows: tuple[TensorRow, TensorRow] | None = None
     update: Update | None = None
+    elsewhere: tuple[str, float, float] | None = None
     earlier: tuple[Pair, bool] | None = None
 
     @property

@@ -368,27 +368,37 @@ class NoiseModel:
         )
 
     def learn_update(self, update: Update) -> None:
-        """Take a weight of a benign pair into account. What the sums of a capture lose tells nothing of it."""
-        if update.gradients is None or not update.floor < update.relative < math.inf:
+        """Take a weight of a benign pair into account. What the sums of a capture lose tells nothing of it, and neither
+        do a few roundings."""
+        if update.gradients is None or not update.floor < update.relative < math.inf or self.few_roundings(update):
             return
         e = update.relative
-        if update.coarse:
+        if update.roundings < math.inf:
             e = (math.sqrt(1.0 + 4.0 * e * e) - 1.0) / 2.0
         self.updates.append(math.log(e / math.sqrt(math.hypot(update.gradients, RESOLUTION))))
+
+    def few_roundings(self, update: Update) -> bool:
+        """Whether an update consists of so few roundings that there may as well be none: N of them are expected, and
+        none is seen with probability exp(−N)."""
+        return update.roundings <= -math.log(self._level)
 
     def update(self, update: Update) -> UpdateLimits:
         """How far apart two updates of a weight may be.
 
         With b = α √r: where a weight is stored in a format in which most updates round to nothing, a share b of the
-        update turns a share b of these roundings, each as large as what it leaves of the update: √(b + b²).
+        update turns a share b of these roundings, each as large as what it leaves of the update: b + b² of N roundings
+        and what earlier ones left, which is a Poisson number.
 
         The sizes of two updates that noise alone sets apart differ by what their sketches and so many elements leave of
-        e, and, should one side have less noise than the other, by the square of the noise, e²/2.
+        e, and by a share of e², since one side may have less noise than the other: e²/2 where the two are stored in
+        different formats, e²/4 (variances no more than three times as large) where they are not.
         """
         z, e = _normal(self._level / 2), max(update.relative, update.floor)
-        sums = math.sqrt(2.0 / update.numbers)
-        square = e * e / 2
-        size = z * (e * math.hypot(1.0 / math.sqrt(update.elements), sums) + square * sums) + square + update.floor
+        sums, count = math.sqrt(2.0 / update.numbers), max(1.0, min(update.elements, update.roundings))
+        square = e * e / (2 if update.mixed else 4)
+        size = z * (e * math.hypot(1.0 / math.sqrt(count), sums) + square * sums) + square + update.floor
+        if self.few_roundings(update):
+            size = math.inf
         if update.gradients is None:
             return UpdateLimits(math.inf, size, NO_GRADIENTS)
         r = math.hypot(update.gradients, RESOLUTION)
@@ -400,8 +410,9 @@ class NoiseModel:
             alpha = math.exp(centre + student(self._level, n - 1) * spread * math.sqrt(1 + 1 / n))
             origin = f"{alpha:.2g} (calibration, {n} samples)"
         share = alpha * math.sqrt(r)
-        if update.coarse:
-            share = math.sqrt(share + share * share)
+        if update.roundings < math.inf:
+            mean = (share + share * share) * update.roundings + update.owed
+            share = math.sqrt(_largest_count(mean, self._level) / update.roundings)
         return UpdateLimits(share + update.floor, size + r, f"{origin} × √{r:.1e}, by which the gradients differ")
 
     @property
@@ -499,6 +510,13 @@ def _tail(excess: float) -> float:
 def _freedom(*freedoms: float) -> float:
     """Of a deviation that is uncertain for several reasons: their relative variances, 2/ν each, add up."""
     return 1.0 / sum(1.0 / freedom for freedom in freedoms)
+
+
+def _largest_count(mean: float, level: float) -> float:
+    """Of a Poisson number, but for probability ``level``; normal where that is all the same."""
+    if mean > 1e4:
+        return mean + _normal(level) * math.sqrt(mean)
+    return float(_most(math.inf, max(mean, 1e-12), level))
 
 
 def _most(shape: float, mean: float, level: float) -> int:

@@ -70,10 +70,6 @@ METRICS_OF = {
 OTHER_TOKENS = "samples with other tokens"
 GAP_OF = ("rollout_log_probs of", "old_log_probs of", "ref_log_prob of", "teacher_log_prob of", "trainer − engine")
 """How the names of measures begin whose bound is the gap of the first run."""
-OTHERWISE = tuple(
-    name for names in METRICS_OF.values() for name in names if not name.endswith("/lr") and "length" not in name
-)
-"""Metrics that rounding moves."""
 
 EXACT = ("actor/lr", "student/lr")
 FALSE_ALARM = 1e-3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import dapo_world
 import pytest
 import torch
@@ -96,6 +99,22 @@ def test_a_free_run_is_aligned_to_its_last_step(on_the_cpu, world, tmp_path, dev
     assert found.first is None and found.capture.stages[-1].step >= 2
     assert not [stage.reason() for stage in found.capture.stages if stage.outcome is not Outcome.PASS]
     assert exit_code(found.verdicts(subject="there", device=device.label, baseline="cpu")) == 0
+
+
+def test_metrics_are_held_to_what_was_captured_and_a_step_that_is_missing_is_named(on_the_cpu, tmp_path):
+    """The same run as if by another device, where no two numbers have to be equal to the bit."""
+    copy = tmp_path / "copy"
+    shutil.copytree(on_the_cpu, copy)
+    about = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**about, "device": "elsewhere"}))
+    assert compare_whole_runs(on_the_cpu, copy).first is None
+    steps = [json.loads(line) for line in (copy / METRICS).read_text().splitlines()]
+    steps[1]["actor/grad_norm"] *= 1.01
+    (copy / METRICS).write_text("".join(json.dumps(step) + "\n" for step in steps))
+    [open_end] = [s for s in compare_whole_runs(on_the_cpu, copy).stages if s.outcome is not Outcome.PASS]
+    assert (open_end.step, open_end.stage, open_end.outcome) == (2, "update_actor", Outcome.INCONCLUSIVE)
+    shutil.rmtree(copy / "capture" / "step2")
+    assert compare_whole_runs(on_the_cpu, copy).capture.missing == ["step 2 only in golden"]
 
 
 def test_a_learning_rate_that_is_off_is_named_after_the_first_update(on_the_cpu, world, tmp_path, device):
