@@ -24,6 +24,9 @@ DIRECTIONS: tuple[str, ...] = ("forward", "backward")
 ROLES: tuple[str, ...] = ("input", "output")
 
 
+OF_THE_MACHINE = "of the machine"
+"""Class of values that tell how the machine did (time, memory, throughput) and not what was computed."""
+
 CHAIN = 64
 """Additions in float32 that follow one another in a capture's own sums (``reduction.cpp``: 1024 elements in 16 lanes); the
 rest is float64, or chains so short that they add nothing to speak of."""
@@ -100,7 +103,7 @@ class TensorRow:
     Attributes:
         module: dotted path, "" for the root; at ``kind == "operator"`` the operator's name, with its module as parent;
             at ``kind == "value"`` the field's name; of a parameter, its dotted name.
-        class_name: of the module; "" for parameters and values.
+        class_name: of the module; "" for parameters and values, but :data:`OF_THE_MACHINE` for those that measure it.
         kind: what the tensor is; a ``value`` is a named field of the pipeline. A ``setting`` is no tensor but a plain
             ``value`` that ``module`` computes with, under the name ``path``.
         direction: ``backward`` rows hold gradients: of a module's outputs (role ``input``: they flow in) and of its

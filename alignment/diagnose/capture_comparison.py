@@ -15,7 +15,7 @@ from alignment.diagnose.localise import ALONE, UPDATE, UPDATE_SIZE, Finding, Loc
 from alignment.diagnose.module_graph import ModuleGraph, Pair
 from alignment.diagnose.names import NameMap, matches_any, no_common_names
 from alignment.diagnose.noise import NO_GRADIENTS, NoiseModel
-from alignment.diagnose.pairing import Pairing, Unpaired, pair_rows
+from alignment.diagnose.pairing import Pairing, Unpaired, declared_remarks, pair_rows
 from alignment.diagnose.shards import same_layout, whole_rows
 from alignment.errors import InputError
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
@@ -141,13 +141,8 @@ class StageComparison:
 
     @property
     def declared(self) -> str:
-        """What one side does without by its way of computing, and why that is no failure; empty where nothing is."""
-        gaps = [gap for gap in self.unpaired if gap.declared]
-        modules = list(dict.fromkeys(gap.name for gap in gaps))
-        if not modules:
-            return ""
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-        return f"{modules[0]}{more} only in {gaps[0].side}: {gaps[0].declared}"
+        """What is left out for a known reason, and why that is no failure; empty where nothing is."""
+        return declared_remarks(self.unpaired)
 
     @property
     def left_out(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alignment.capture.record import Statistics, TensorRow, holds_samples
+from alignment.capture.record import OF_THE_MACHINE, Statistics, TensorRow, holds_samples
 from alignment.diagnose.difference import (
     RESOLUTION,
     Difference,
@@ -30,14 +30,25 @@ from alignment.diagnose.names import ABSORBED, FUSED, NameMap
 DISCRETE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"})
 
 
+BOTH = "both"
+
+OPTIONAL_FIELDS = {
+    "rollout_log_probs": "an engine that samples need not say how probable its tokens were to it",
+    "entropys": "fused kernels give log-probabilities without the entropy of their distribution",
+}
+"""Fields of the pipeline that only some engines can give (``may_add`` of :mod:`alignment.rl.contracts`), and why."""
+
+_MEASURES_THE_MACHINE = "time, memory and throughput are of the machine, not of what it computes"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unpaired:
     """What one side has and the other has not.
 
     Attributes:
-        what: ``module``, ``call``, ``parameter`` or ``tensor``; a tensor beside paired ones of its call is a remark,
-            the rest a failure.
-        side: the side that has it.
+        what: ``module``, ``call``, ``parameter``, ``value`` (a field of the pipeline, a tensor of a folder, a curve) or
+            ``tensor``; a tensor beside paired ones of its call is a remark, the rest a failure.
+        side: the side that has it, or :data:`BOTH` where neither is compared.
         skipped: both sides have it, and padding among it keeps it from being compared.
         disagrees: it was skipped, though the two are of one shape and their statistics disagree: it may be padding, or
             a fault. False for the rows of a single expert, whose results are compared where they leave the experts.
@@ -58,12 +69,27 @@ class Unpaired:
         return self.what != "tensor" and not self.declared
 
     def __str__(self) -> str:
-        if self.skipped:
+        if self.skipped or self.side == BOTH:
             return f"{self.what} {self.name} not compared ({self.detail})"
         other = "target" if self.side == "golden" else "golden"
         return f"{self.what} {self.name} only in {self.side}, missing in {other}" + (
             f" ({self.detail})" if self.detail else ""
         )
+
+
+def declared_remarks(unpaired: Iterable[Unpaired]) -> str:
+    """What is left out for a known reason, the reason with it, in words; empty where nothing is."""
+    reasons: dict[tuple[str, str], list[Unpaired]] = {}
+    for gap in unpaired:
+        if gap.declared:
+            # the reason for a module names its own parent, and is the same one in every layer
+            reasons.setdefault((gap.side, "" if gap.what == "module" else gap.declared), []).append(gap)
+    out = []
+    for (side, _), gaps in reasons.items():
+        names = list(dict.fromkeys(gap.name for gap in gaps))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        out.append(f"{names[0]}{more} {'not compared' if side == BOTH else f'only in {side}'}: {gaps[0].declared}")
+    return "; ".join(out)
 
 
 @dataclass
@@ -99,8 +125,12 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
     """
     out = Pairing([], [])
     settings: tuple[dict, dict] = {}, {}
-    first = _grouped(golden, names.golden, settings[0])
-    second = _grouped(target, names.target, settings[1])
+    of_machine: dict[str, None] = {}
+    first = _grouped(golden, names.golden, settings[0], of_machine)
+    second = _grouped(target, names.target, settings[1], of_machine)
+    for name in of_machine:
+        out.unpaired.append(Unpaired(what="value", side=BOTH, name=_shown(name), declared=_MEASURES_THE_MACHINE))
+    fields = _has_fields(first), _has_fields(second)
     layouts = _layout(first), _layout(second)
     out.moved, out.reordered = _moved(*layouts), layouts[0][0] != layouts[1][0]
     out.real_tokens = _counts(layouts[0]) & _counts(layouts[1])
@@ -120,7 +150,7 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
         rows = sum(map(len, calls.values()))
         out.golden_rows += rows
         if others is None:
-            out.unpaired.append(_missing(key, calls, "golden", _declared(key, weights[1])))
+            out.unpaired.append(_missing(key, calls, "golden", _declared(key, weights[1]), fields[1]))
             continue
         out.target_rows += sum(map(len, others.values()))
         made = len(out.pairs)
@@ -129,7 +159,7 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
             pair.shape = shared.setdefault(pair.shape, pair.shape)
     for key, calls in second.items():
         out.target_rows += sum(map(len, calls.values()))
-        out.unpaired.append(_missing(key, calls, "target", _declared(key, weights[0])))
+        out.unpaired.append(_missing(key, calls, "target", _declared(key, weights[0]), fields[0]))
     return out
 
 
@@ -162,7 +192,9 @@ def _counts(layout: _Layout) -> frozenset[int]:
     return frozenset(every | {sum(lengths.values())}) - {0}
 
 
-def _grouped(rows: Iterable[TensorRow], name_of, settings: dict) -> dict[tuple[str, str, str], _Group]:
+def _grouped(
+    rows: Iterable[TensorRow], name_of, settings: dict, of_machine: dict[str, None]
+) -> dict[tuple[str, str, str], _Group]:
     groups: dict[tuple[str, str, str], _Group] = {}
     last, name = None, ""
     for row in rows:
@@ -176,6 +208,9 @@ def _grouped(rows: Iterable[TensorRow], name_of, settings: dict) -> dict[tuple[s
             name = f"{name_of(row.parent)}.{row.module.replace('.', ':')}".lstrip(".")
         elif kind == "value":
             name = f"{name_of(row.parent)}/{row.module}"
+            if row.class_name == OF_THE_MACHINE:
+                of_machine[name] = None
+                continue
         elif kind == "setting":
             settings[name_of(row.module), row.path] = row
             continue
@@ -237,18 +272,33 @@ def _absorbed_weights(groups: dict[tuple[str, str, str], _Group]) -> set[str]:
 
 
 def _declared(key: tuple[str, str, str], absorbed: set[str]) -> str:
-    """Why the other side, which has absorbed these layers, need not have the calls of one of them."""
-    parent, _, last = key[0].rpartition(".")
-    return ABSORBED[last].format(parent=parent) if key[1] == "module" and key[0] in absorbed else ""
+    """Why the other side need not have it: calls of a layer that it has absorbed, or a field of some engines only."""
+    name, kind, _ = key
+    parent, _, last = name.rpartition(".")
+    if kind == "value":
+        return OPTIONAL_FIELDS.get(_shown(name), "")
+    return ABSORBED[last].format(parent=parent) if kind == "module" and name in absorbed else ""
 
 
-def _missing(key: tuple[str, str, str], calls: _Group, side: str, declared: str) -> Unpaired:
+def _has_fields(groups: dict[tuple[str, str, str], _Group]) -> bool:
+    return any(kind == "value" for _, kind, _ in groups)
+
+
+def _shown(name: str) -> str:
+    """The name as it is written: a value of no module has nothing before its slash."""
+    return name.removeprefix("/") or "(root)"
+
+
+def _missing(key: tuple[str, str, str], calls: _Group, side: str, declared: str, fields: bool) -> Unpaired:
+    """A field is missed where the other side recorded ``fields`` at all."""
     name, kind, direction = key
     row = next(iter(calls.values()))[0]
-    what = "parameter" if kind.startswith("parameter") else "tensor" if kind == "value" else "module"
+    what = "parameter" if kind.startswith("parameter") else "module"
+    if kind == "value":
+        what = "value" if fields else "tensor"
     detail = f"{row.class_name}, {len(calls)} calls" if row.class_name else kind
     return Unpaired(
-        what=what, side=side, name=name or "(root)", detail=f"{detail}, {direction}", declared=declared
+        what=what, side=side, name=_shown(name), detail=f"{detail}, {direction}", declared=declared
     )  # fmt: skip
 
 

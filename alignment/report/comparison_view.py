@@ -37,8 +37,9 @@ def comparison_lines(comparison: CaptureComparison, *, shown: int = SHOWN) -> It
         yield ""
         yield from stage_lines(first, shown)
     for stage in comparison.stages:
-        if stage.skipped:
-            yield f"step {stage.step} {stage.stage}: {stage.left_out}"
+        for text in (stage.left_out, stage.declared):
+            if text:
+                yield f"step {stage.step} {stage.stage}: {text}"
     for gap in comparison.missing:
         yield f"MISSING  {gap}"
     yield ""

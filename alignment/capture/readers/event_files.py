@@ -8,6 +8,7 @@ of one float. A torn last record, as a killed writer leaves it, ends the file; d
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from alignment.capture.readers.foreign import files_below, reading, require_regular
-from alignment.capture.record import Statistics, TensorRow
+from alignment.capture.record import OF_THE_MACHINE, Statistics, TensorRow
 from alignment.errors import InputError
 
 STAGE = "metrics"
 LARGEST_RECORD = 1 << 28
 MOST_SCALARS = 5_000_000
 _MASK = 0xA282EAD8
+_MEASURED = re.compile(r"(.*/)?(timing(_\w+)?|perf)/.*|.*memory.*")
+"""Tags under which trainers log what the machine took (``timing_s/step``, ``perf/throughput``, ``gpu/memory_gb``)."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -62,8 +65,8 @@ class EventFiles:
         return self._curves
 
     def steps(self) -> list[int]:
-        """Steps of which there is a value."""
-        return sorted({step for curve in self.curves().values() for step in curve})
+        """Steps of which there is a value that says what was computed."""
+        return sorted({step for tag, curve in self.curves().items() if not _measures(tag) for step in curve})
 
     def stages(self, step: int) -> list[str]:
         """The one stage."""
@@ -78,14 +81,15 @@ class EventFiles:
         return {"format": "tensorboard", "files": len(self._files), "tags": list(self.curves())}
 
     def rows(self, step: int, stage: str, rank: int) -> Iterator[TensorRow]:
-        """One row of shape () per tag that has a value at this step."""
+        """One row of shape () per tag that has a value at this step, those of the machine marked as such."""
         order = 0
         for tag, curve in self.curves().items():
             if step in curve:
                 value = curve[step]
                 finite = value if math.isfinite(value) else 0.0
                 yield TensorRow(
-                    module=tag, class_name="", kind="value", direction="forward", call=0, role="output", path=tag,
+                    module=tag, class_name=OF_THE_MACHINE if _measures(tag) else "", kind="value", direction="forward",
+                    call=0, role="output", path=tag,
                     order=order, parent="", dtype="float32", shape=(),
                     statistics=Statistics(
                         max=finite, min=finite, mean=finite, l2=abs(finite), nan_count=int(math.isnan(value)),
@@ -94,6 +98,10 @@ class EventFiles:
                     load_tensor=lambda value=value: np.asarray(value, dtype=np.float64),
                 )  # fmt: skip
                 order += 1
+
+
+def _measures(tag: str) -> bool:
+    return _MEASURED.fullmatch(tag) is not None
 
 
 def is_events(root: Path) -> bool:

@@ -138,8 +138,8 @@ WRONG = {
     exchanged_keys_and_values: ("model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn"),
     a_wrong_row: ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.qkv_proj"),
 }
-"""What is wrong: where it is named from tensors, and where from sketches and statistics, which joined rows lack or which
-do not depend on the order of rows."""
+"""What is wrong: where it is named from tensors, and where from sketches, which joined rows lack, and from statistics,
+which do not depend on the order of rows."""
 
 
 @pytest.mark.parametrize("detail", DETAILS)
