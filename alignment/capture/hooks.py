@@ -449,15 +449,21 @@ class _Contribution:
             return
         if gradient is not None:
             self._summands.append(gradient)
-            if len(self._summands) == SUMMANDS and self._left > 1:
+            if len(self._summands) > 1 and self._left > 1:
                 # The uses may be many (one for every expert), and each share is as large as the tensor.
                 with self._hooks.record.own_work():
-                    self._summands = [_added_up(self._summands)]
+                    if len(self._summands) == SUMMANDS or not self._gains():
+                        self._summands = [_added_up(self._summands)]
         self._left -= 1
         if self._left <= 0:
             self.complete()
         else:
             self._hooks.opened(self._key, self)
+
+    def _gains(self) -> bool:
+        """Whether the sum need not be made while its summands are there."""
+        whole = self._frame.hooked.uncut and all(type(t) in _WHOLE for t in self._summands)
+        return whole and self._hooks.record.reducer.reads_summands(self._summands)
 
     def complete(self) -> None:
         """Records what there is: a use that no gradient reaches counts as none."""

@@ -121,6 +121,12 @@ class Reducer:
             reduced = self.add(total, by_sample=by_sample)
         return reduced
 
+    def reads_summands(self, summands: Sequence[Tensor]) -> bool:
+        """Whether :meth:`add_sum` may do without making the sum; if not, nothing is gained by holding the summands."""
+        fast = kernel()
+        by_sample = self.each_sample and self.sketch_size
+        return fast is not None and self._keep is None and not by_sample and _plain(fast, summands)
+
     @property
     def sketches(self) -> int:
         """How many sketches there are."""

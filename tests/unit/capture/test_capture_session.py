@@ -18,10 +18,11 @@ from capture_model import Norm, batch, make_model, train
 from torch import nn
 from torch.nn.utils import parametrize
 
-from alignment.capture import own_format
+from alignment.capture import hooks, own_format
 from alignment.capture.config import CaptureConfig
 from alignment.capture.kernel import kernel as module_kernel
 from alignment.capture.own_format import OwnCapture
+from alignment.capture.reduction import Reducer
 from alignment.capture.session import Capture, capture
 from alignment.capture.writer import BackgroundWriter
 from alignment.errors import InputError
@@ -162,6 +163,51 @@ def test_the_gradient_of_an_input_is_this_modules_share_alone(tmp_path):
     )
     [whole] = [r.tensor() for r in rows_of(reader, module="layers.0.norm", direction="backward", role="input")]
     assert np.array_equal(left + right, whole) and not np.array_equal(left, whole)
+
+
+class Often(nn.Module):
+    """Uses its input six times; the gradients of transposed uses lie transposed in memory."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        self.transposed = transposed
+
+    def forward(self, x):
+        return sum((x.t() if self.transposed else x) * (k + 1.0) for k in range(6))
+
+
+@pytest.mark.parametrize(
+    "case, most",
+    [("fast", 3), ("no kernel", 1), ("float64", 1), ("transposed", 1), ("tensors", 1), ("samples", 1)],
+)
+def test_shares_of_a_gradient_are_held_only_where_that_saves_making_the_sum(tmp_path, monkeypatch, case, most):
+    if case == "no kernel":
+        monkeypatch.setattr("alignment.capture.reduction.kernel", lambda: None)
+    elif module_kernel() is None:
+        pytest.skip("there is no compiler, or the fast path is off")
+    held, add = [], hooks._Contribution.add
+
+    def counted(self, gradient):
+        add(self, gradient)
+        held.append(len(self._summands))
+
+    monkeypatch.setattr(hooks._Contribution, "add", counted)
+    model = Often(case == "transposed")
+    config = CaptureConfig(detail="tensor" if case == "tensors" else "sketch", samples=case == "samples")
+    x = torch.randn(5, 5, dtype=torch.float64 if case == "float64" else torch.float32, requires_grad=True)
+    with capture(model, config, directory=tmp_path) as session, session.step(0):
+        model(x).sum().backward()
+    assert session.failure is None
+    assert len(held) == 6 and max(held) == most
+    [row] = rows_of(OwnCapture(tmp_path), direction="backward", role="output", path="args.0")
+    assert row.statistics.max == row.statistics.min == row.statistics.mean == sum(range(1, 7))
+    assert torch.equal(x.grad, torch.full_like(x, sum(range(1, 7))))
+
+
+def test_an_accelerator_is_given_the_sum_at_once():
+    given = [torch.empty(3, device="meta")] * 2
+    assert not Reducer(sketch_size=64).reads_summands(given)
+    assert Reducer(sketch_size=64).reads_summands([torch.empty(3)] * 2) == (module_kernel() is not None)
 
 
 def test_operators_carry_their_module_their_numbers_and_their_direction(tmp_path):
