@@ -45,6 +45,7 @@ class Update:
         mixed: whether the two sides store the weight in different formats.
         roundings: of a weight in a format in which most updates round to nothing, how many spacings of its largest
             element the update is made of, in squares; infinite for other formats.
+        roundings_met: the same, of all updates on the way, where that is more.
         owed: the same of the difference before, which later roundings may make up for.
         inherited: whether the weight or the gradients were found to diverge before.
         before: the state before it, where that is of the same stage and step.
@@ -61,6 +62,7 @@ class Update:
     numbers: int = 1
     mixed: bool = False
     roundings: float = math.inf
+    roundings_met: float = 0.0
     owed: float = 0.0
     inherited: bool = False
     before: Pair | None = None
@@ -73,6 +75,7 @@ class _State:
     golden: np.ndarray | None
     difference: np.ndarray | None
     wrong: bool
+    travelled: float = 0.0
 
     def comparable(self, other: _State) -> bool:
         return self.golden is not None and other.golden is not None and self.golden.shape == other.golden.shape
@@ -146,14 +149,19 @@ class Carried:
         spacing = _spacing(pair)
         _measure(update, pair, earlier, state, spacing)
         if spacing and first is not earlier and state.comparable(first):
-            update.total = replace(update, since=first.step, owed=0.0)
+            update.total = replace(update, since=first.step)
             _measure(update.total, pair, first, state, spacing)
         if spacing:
             update.owed = float(earlier.difference @ earlier.difference) / spacing**2
+            state.travelled = earlier.travelled + update.roundings
+            if update.total is not None:
+                # weights that go to and fro gather differences all the way
+                update.total.roundings_met = state.travelled
 
     def _compare_stages(self, critic: bool, rank: int | None, stage: str, pair: Pair, state: _State) -> None:
         """What golden has in two stages of a step alike, the target has to have alike: no noise comes between."""
-        key = critic, rank, pair.owner, pair.name
+        # Stages that store it in other formats, on one side alone perhaps, hold other numbers.
+        key = critic, rank, pair.owner, pair.name, pair.dtype, pair.same_dtype
         where, other = self._elsewhere.setdefault(key, (stage, state))
         if other is state or not state.comparable(other):
             return

@@ -486,7 +486,8 @@ class _Judge:
             if _ratio(value, most) > 1.0:
                 self._add(edge, difference, status, name, value, most, f"{origin}, since step {one.since}")
                 return True
-            unlike = one.relative > SHARED and not self.noise.few_roundings(one)
+            # weights that have arrived go to and fro: only a single update has to be the same in the main
+            unlike = one is update and one.relative > SHARED and not self.noise.few_roundings(one)
             known &= not (math.isnan(one.relative) or one.gradients is None or unlike)
         if inherited:
             self._add(edge, difference, status, "relative difference", difference.relative, limit, HANDED_ON)

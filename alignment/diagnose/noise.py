@@ -411,7 +411,7 @@ class NoiseModel:
             origin = f"{alpha:.2g} (calibration, {n} samples)"
         share = alpha * math.sqrt(r)
         if update.roundings < math.inf:
-            mean = (share + share * share) * update.roundings + update.owed
+            mean = (share + share * share) * max(update.roundings, update.roundings_met) + update.owed
             share = math.sqrt(_largest_count(mean, self._level) / update.roundings)
         return UpdateLimits(share + update.floor, size + r, f"{origin} × √{r:.1e}, by which the gradients differ")
 

@@ -220,6 +220,13 @@ def test_two_stages_hold_one_weight_where_golden_has_one():
     found = compare_captures(golden, held(stages, w, w + noise)).stages[1].first
     assert (found.module, found.reason) == ("lin", "difference from rollout")
     assert found.origin == "golden has the weight of rollout here"
+    # an engine that rounds the weights has other numbers with reason
+    rounded, coarse = held(stages, w, w), torch.tensor(w).bfloat16().double().numpy()
+    for stage, weight in (("rollout", coarse), ("old_log_prob", w)):
+        first = row("lin.weight", weight, kind="parameter", role="input", path="weight", parent="lin")
+        rounded._stages[stage][0] = replace(first, dtype="bfloat16" if stage == "rollout" else "float32")
+    found = [f for s in compare_captures(golden, rounded).stages for f in s.localisation.findings]
+    assert not [finding for finding in found if finding.quantity == "parameter weight"]
     # and where golden has two, as in two formats, nothing follows
     apart = held(stages, w, w + 1e-3)
     assert compare_captures(apart, held(stages, w, w + 1e-3 + noise)).stages[1].first.reason == "relative difference"
