@@ -18,13 +18,15 @@ How things are judged, A being the run that is trusted:
   falls between the two: the expected number of such samples is at most the sum of the gap over all tokens, and more of
   them than chance allows (Poisson, :data:`FALSE_ALARM`) is a difference.
 * Loss and gradient norm have no bound of their own: equal bits pass, ``repeats`` of A give a spread to judge by, and
-  otherwise they are shown and not judged. What an update did shows in the log-probs of the next step, which are judged.
+  otherwise they are shown and not judged. Equal bits are asked of deterministic runs that cut their work alike
+  (:data:`ADDED_UP`). What an update did shows in the log-probs of the next step, which are judged.
 * Once the runs have trained on different samples, their weights differ with good reason, and the comparison ends there.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +74,12 @@ GAP_OF = ("rollout_log_probs of", "old_log_probs of", "ref_log_prob of", "teache
 """How the names of measures begin whose bound is the gap of the first run."""
 
 EXACT = ("actor/lr", "student/lr")
+ADDED_UP = re.compile(
+    r"^engine\.train$|\.(strategy|dtype|chunk_size|balance_batch|use_fused_kernels)$"
+    r"|micro_batch_size(_per_gpu)?$|dynamic_bsz$|max_token_len_per_gpu$|\.megatron\.|\.fsdp_config\."
+)
+"""Settings that decide how work is cut, by what engine it is done and in what dtype: two runs that differ in one add up
+in another order, and equal bits cannot be asked of them."""
 FALSE_ALARM = 1e-3
 """Probability that a step of two equal distributions is called different for the tokens they drew."""
 
@@ -525,7 +533,11 @@ def _equal_draws(a: RunData, b: RunData) -> str:
 
 
 def _repeats_exactly(a: RunData, b: RunData) -> bool:
-    """Whether a difference needs no noise to be one: deterministic runs of ours on one device."""
+    """Whether a difference needs no noise to be one: deterministic runs of ours on one device that add up the same
+    numbers in the same order."""
+    keys = filter(ADDED_UP.search, a.config.keys() | b.config.keys())
+    if a.world_size != b.world_size or any(a.config.get(key) != b.config.get(key) for key in keys):
+        return False
     return a.engine == b.engine == "alignment" and a.device == b.device and all(
         run.config.get("trainer.deterministic", False) is True
         and str(run.config.get("engine.rollout", "golden")) == "golden"

@@ -291,11 +291,19 @@ def test_the_text_of_a_dump_is_compared_as_far_as_text_goes(tmp_path, answers, s
     assert [(v.stage, v.outcome) for v in compare_runs(tmp_path / "a", tmp_path / "b")] == found
 
 
-def own_run(root, **metrics):
+def own_run(root, settings=(), **metrics):
     """A run of this project without batches, on the golden engines."""
     root.mkdir()
     (root / "run.json").write_text(json.dumps({"device": "cpu"}))
-    (root / "config.json").write_text(json.dumps({"trainer": {"deterministic": True, "seed": 1}}))
+    config = {"trainer.deterministic": True, "trainer.seed": 1, **dict(settings)}
+    tree = {}
+    for key, value in config.items():
+        *above, last = key.split(".")
+        at = tree
+        for name in above:
+            at = at.setdefault(name, {})
+        at[last] = value
+    (root / "config.json").write_text(json.dumps(tree))
     line = {"step": 1, "actor/entropy": 0.25, "actor/loss": 0.1, "critic/score/mean": -1.0, **metrics}
     (root / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     return root
@@ -308,6 +316,56 @@ def own_run(root, **metrics):
 def test_runs_of_ours_repeat_to_the_bit_and_need_no_noise(tmp_path, metrics, stage):
     found = first_divergence(compare_runs(own_run(tmp_path / "a"), own_run(tmp_path / "b", **metrics)))
     assert (found and found.stage) == stage
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    "key, values",
+    [
+        ("engine.train", ("golden", "fsdp")),
+        (f"{ACTOR}.strategy", ("golden", "megatron")),
+        (f"{ACTOR}.use_dynamic_bsz", (True, False)),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", (4, 8)),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", (4096, 8192)),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", (None, 4)),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz", (True, False)),
+        ("gkd.micro_batch_size", (1, 2)),
+        ("trainer.n_gpus_per_node", (1, 2)),
+        ("trainer.nnodes", (1, 2)),
+        ("actor_rollout_ref.model.dtype", ("float32", "bfloat16")),
+        (f"{ACTOR}.megatron.tensor_model_parallel_size", (1, 2)),
+    ],
+)
+def test_runs_that_add_up_in_another_order_need_noise_to_be_judged(tmp_path, key, values):
+    norm = 0.745586
+    runs = [
+        own_run(tmp_path / name, {key: value}, **{"actor/grad_norm": found})
+        for name, value, found in zip("ab", values, (norm, float(np.nextafter(norm, 1.0))), strict=True)
+    ]
+    verdicts = compare_runs(*runs)
+    assert named(verdicts) is None
+    [update] = [v for v in verdicts if v.stage == "update_actor"]
+    assert update.outcome is Outcome.INCONCLUSIVE
+    assert update.reason.startswith("actor/grad_norm differ; repeats of the first run (--repeat)")
+    assert key.startswith("trainer.") or f"{key} {values[0]} → {values[1]}" in update.reason
+    # the same bits are asked of runs that cut their work alike
+    again = own_run(tmp_path / "c", {key: values[0]}, **{"actor/grad_norm": float(np.nextafter(norm, 1.0))})
+    found = first_divergence(compare_runs(runs[0], again))
+    assert found.stage == "update_actor" and found.reason == "actor/grad_norm is 0.745586 and 0.745586"
+
+
+@pytest.mark.parametrize(
+    "key, values", [(f"{ACTOR}.clip_ratio_high", (0.2, 0.28)), (f"{ACTOR}.loss_agg_mode", ("token-mean", "seq-mean"))]
+)
+def test_a_setting_of_the_algorithm_is_no_excuse_for_other_numbers(tmp_path, key, values):
+    runs = [
+        own_run(tmp_path / name, {key: value}, **{"actor/grad_norm": found})
+        for name, value, found in zip("ab", values, (0.5, 0.6), strict=True)
+    ]
+    found = first_divergence(compare_runs(*runs))
+    assert found.stage == "update_actor" and found.reason.startswith("actor/grad_norm is 0.5 and 0.6; the conf")
 
 
 def test_long_batches_are_compared_in_a_sort(tmp_path):
