@@ -58,6 +58,10 @@ FUSED = {
 }
 """Fused linear layers and the parts that Hugging Face names, in the order of their output features."""
 
+STACKED = {"gate_up_proj": (("gate_proj", "up_proj"), ("gate_up_proj",)), "down_proj": (("down_proj",),)}
+"""Parameters of ``experts`` that hold a weight of all of them, [expert, out, in], as transformers does since version 5,
+and the layers of one expert whose weights follow one another in it, in whichever way the other side names them."""
+
 ABSORBED = {"kv_b_proj": "{parent} multiplies its weight into queries and values itself, and that weight is compared"}
 """Layers that some implementations derive matrices from and do not call, and why a call may be missing there. It has to
 be seen in the capture: the weight is recorded under the layer's name although the layer never ran."""

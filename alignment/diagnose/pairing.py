@@ -25,7 +25,7 @@ from alignment.diagnose.difference import (
     rounding,
 )
 from alignment.diagnose.module_graph import Pair
-from alignment.diagnose.names import ABSORBED, FUSED, NameMap
+from alignment.diagnose.names import ABSORBED, FUSED, STACKED, NameMap
 
 DISCRETE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"})
 
@@ -135,6 +135,7 @@ def pair_rows(golden: Iterable[TensorRow], target: Iterable[TensorRow], names: N
     out.moved, out.reordered = _moved(*layouts), layouts[0][0] != layouts[1][0]
     out.real_tokens = _counts(layouts[0]) & _counts(layouts[1])
     _unfuse(first, second)
+    _stack_experts(first, second)
     for key, row in settings[0].items():
         if key in settings[1]:
             _pair_settings(key, row, settings[1][key], out)
@@ -339,14 +340,17 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
     if key[1] == "module" and golden[0].class_name:
         out.classes += 1
         out.other_classes += golden[0].class_name != target[0].class_name
-    if len(golden) == len(target) and all(a.path == b.path and a.role == b.role for a, b in zip(golden, target)):
+    others = {(row.role, row.path): row for row in target}
+    strangers = _other_results(key, golden, others)
+    in_place = len(golden) == len(target) and all(a.path == b.path and a.role == b.role for a, b in zip(golden, target))
+    if in_place and not strangers:
         for a, b in zip(golden, target):
             _pair(key[0], call, a, b, out)
         return
-    others = {(row.role, row.path): row for row in target}
     left: list[TensorRow] = []
     for row in golden:
-        partner = others.pop((row.role, row.path), None)
+        place = row.role, row.path
+        partner = None if place in strangers else others.pop(place, None)
         if partner is None:
             left.append(row)
         else:
@@ -371,6 +375,26 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
             out.pairs.append(pair_of(key[0], call, row, partner))
     for row in spare:
         out.unpaired.append(Unpaired(what="tensor", side="target", name=f"{key[0]} {row.role} {row.path}"))
+
+
+def _other_results(key, golden: Sequence[TensorRow], others: dict[tuple[str, str], TensorRow]) -> set[tuple[str, str]]:
+    """Places of outputs at which two classes hand out something else for the same tokens, as routers do: the choice, or
+    the logits before it. None where nothing else of the call's outputs can be compared."""
+    if key[1] != "module" or key[2] != "forward" or golden[0].class_name == next(iter(others.values())).class_name:
+        return set()
+    results = {(row.role, row.path): row for row in golden if row.role == "output"}
+    common = results.keys() & others.keys()
+    strange = {place for place in common if _another_width(results[place], others[place])}
+    return strange if len(strange) < len(common) else set()
+
+
+def _another_width(golden: TensorRow, target: TensorRow) -> bool:
+    if not golden.shape or not target.shape or golden.shape[-1] == target.shape[-1]:
+        return False
+    if golden.by_key and target.by_key and None not in (golden.statistics, target.statistics):
+        tokens = [row.statistics.count / max(1, row.shape[-1]) for row in (golden, target)]
+        return tokens[0] == tokens[1] and Counter(golden.keys) == Counter(target.keys)
+    return golden.shape[:-1] == target.shape[:-1]
 
 
 def _pair(module: str, call: int, golden: TensorRow, target: TensorRow, out: Pairing) -> None:
@@ -777,6 +801,49 @@ def _unfuse(first: dict, second: dict) -> None:
                 if all(k in apart for k in keys):
                     groups = [apart.pop(k) for k in keys]
                     apart[key] = _joined_parts(groups, kind)
+
+
+def _stack_experts(first: dict, second: dict) -> None:
+    """Give the side that names every expert's weights a row of all of them, where the other side has only that."""
+    for whole, apart in ((first, second), (second, first)):
+        for key in [key for key in whole if key[1].startswith("parameter") and key not in apart]:
+            name, kind, direction = key
+            experts, _, last = name.rpartition(".")
+            if experts.rpartition(".")[2] != "experts" or last not in STACKED:
+                continue
+            model = next(iter(whole[key].values()))[0]
+            for parts in STACKED[last]:
+                numbers = range(model.shape[0] if model.shape else 0)
+                keys = [(f"{experts}.{n}.{part}.weight", kind, direction) for n in numbers for part in parts]
+                if keys and all(k in apart for k in keys):
+                    stacked = _stacked([apart[k] for k in keys], model)
+                    if stacked:
+                        apart[key] = stacked
+                        for k in keys:
+                            del apart[k]
+                    break
+
+
+def _stacked(groups: Sequence[_Group], model: TensorRow) -> _Group:
+    """Per call and state: the weights one after the other, in the shape of ``model``; empty where they do not have
+    that."""
+    out: _Group = {}
+    for call, states in groups[0].items():
+        parts = [group.get(call, ()) for group in groups]
+        if any(len(part) != len(states) for part in parts):
+            return {}
+        out[call] = []
+        for rows in zip(*parts):
+            out_features = sum(row.shape[0] for row in rows if row.shape)
+            if {row.shape[1:] for row in rows} != {model.shape[2:]} or out_features != math.prod(model.shape[:2]):
+                return {}
+            joined = _side_by_side(rows, axis=0)
+            load = joined.load_tensor
+            tensor = None if load is None else lambda load=load: load().reshape(model.shape)
+            out[call].append(
+                replace(joined, module=model.module, path=model.path, shape=model.shape, load_tensor=tensor)
+            )
+    return out
 
 
 def _last_module(key: tuple[str, str, str]) -> str:

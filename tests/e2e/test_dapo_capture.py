@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from alignment.capture.config import CaptureConfig
 from alignment.capture.own_format import OwnCapture
 from alignment.capture.pipeline import FOLDER, capture_observer
+from alignment.diagnose.capture_comparison import compare_captures
 from alignment.errors import InputError
 from alignment.rl.run import run_dapo
 from alignment.rl.tracking import GROUPS, METRICS
@@ -110,6 +112,25 @@ def test_steps_and_stages_are_selected(world, tmp_path):
     assert reader.steps() == [2] and reader.stages(2) == ["old_log_prob", "advantage"]
 
 
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"step_start": 9}, "nothing was captured: nothing in this run fits capture.step_start=9: the run went through "
+         "steps 1 … 1"),
+        ({"ranks": (7,)}, "nothing was captured: nothing in this run fits capture.ranks=[7]"),
+        ({"stages": ("values",)}, "nothing was captured: nothing in this run fits capture.stages=[values]"),
+        ({"modules": ("nomatch.*",)}, "no module was captured: none has a name that fits capture.modules=[nomatch.*]"),
+        ({"modules": ("*.embed_tokens",), "step_end": 1}, None),
+        ({"modules": ("nomatch.*",), "stages": ("advantage",)}, None),
+    ],
+)  # fmt: skip
+def test_a_selection_that_leaves_everything_out_is_said(world, tmp_path, capsys, fields, said):
+    settings = dapo_world.config(world, **{**TWO_MINI_BATCHES, "trainer__total_training_steps": 1})
+    run_dapo(settings, run_dir=tmp_path, observers=[capture_observer(CaptureConfig(**fields), tmp_path)])
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("capture: ")]
+    assert lines == ([f"capture: {said}"] if said else [])
+
+
 def test_replayed_rollouts_are_captured_as_fields(world, tmp_path):
     skip = {
         "actor_rollout_ref__rollout__skip__enable": True,
@@ -151,6 +172,42 @@ def test_every_rank_writes_its_share(world, whole, tmp_path):
         assert np.linalg.norm(ours - row.sketch()) <= 2048 * EPS * total
 
 
+class WrongExpert:
+    """A capture in which one expert's weight is another one's."""
+
+    def __init__(self, reader):
+        self._reader = reader
+
+    def __getattr__(self, name):
+        return getattr(self._reader, name)
+
+    def rows(self, step, stage, rank):
+        found = list(self._reader.rows(step, stage, rank))
+        ours, other = (f"model.layers.1.mlp.experts.{n}.down_proj.weight" for n in (0, 1))
+        other = next(row for row in found if row.module == other and row.kind == "parameter")
+        for row in found:
+            wrong = row.module == ours and row.kind == "parameter"
+            yield dataclasses.replace(other, module=row.module, path=row.path) if wrong else row
+
+
+def test_fsdp_agrees_with_golden_module_by_module(world, whole, tmp_path):
+    """Transformers stacks the experts and hands out the router's logits; weights and samples are the same."""
+    pytest.importorskip("transformers")
+    _, reader = captured(world, tmp_path / "run", engine__train="fsdp", trainer__total_training_steps=1)
+    chosen = {"steps": (1,), "stages": ("old_log_prob", "update_actor")}
+    found = compare_captures(whole[1], reader, **chosen)
+    for stage in found.stages:
+        assert stage.aligned, stage.reason()
+        names = {row.module for row in rows(whole[1], 1, stage.stage, kind="parameter")}
+        compared = {row.module for row in rows(reader, 1, stage.stage, kind="parameter")}
+        assert any(".experts.0." in name for name in names) and all(
+            ".experts." in name for name in names - compared
+        ), "other weights than the experts' have other names"
+        assert not [gap.name for gap in stage.unpaired if gap.what == "parameter"]
+    wrong = compare_captures(WrongExpert(whole[1]), reader, **chosen).stages[0]
+    assert (wrong.first.module, wrong.first.quantity) == ("model.layers.1.mlp.experts", "parameter down_proj")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_fsdp_is_captured_under_the_names_of_the_checkpoint(world, whole, tmp_path):
@@ -166,10 +223,15 @@ def test_fsdp_is_captured_under_the_names_of_the_checkpoint(world, whole, tmp_pa
     assert {r.module for r in rows(reader, 1, "update_actor", kind="parameter_gradient")} == set(golden)
     # While a module runs, FSDP2 holds its parameters whole: what was computed with is what is captured.
     expected = {r.module: r for r in rows(whole[1], 1, "old_log_prob", kind="parameter")}
-    found = {r.module: r for r in rows(reader, 1, "old_log_prob", 1, kind="parameter") if r.module in expected}
-    assert len(found) > len(expected) / 2
-    for name, row in found.items():
-        assert row.shard is None and np.array_equal(row.sketch(), expected[name].sketch())
+    found = {r.module: r for r in rows(reader, 1, "old_log_prob", 1, kind="parameter")}
+    single = found.keys() & expected.keys()
+    assert all(".experts." in name for name in found.keys() ^ expected.keys()), "only experts are stacked"
+    for name in single:
+        assert found[name].shard is None and np.array_equal(found[name].sketch(), expected[name].sketch())
+    # Stacked experts have no sketch on the other side: by statistics.
+    stage = compare_captures(whole[1], reader, steps=(1,), stages=("old_log_prob",)).stages[0]
+    assert not [f.quantity for f in stage.localisation.findings if f.quantity.startswith("parameter")]
+    assert not [gap.name for gap in stage.unpaired if gap.what == "parameter"]
     assert all(math.isfinite(m["actor/loss"]) for m in run.metrics)
 
 
