@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from alignment.capture.collector_config import CollectorConfig, load_collector_config
+from alignment.capture.collector_config import KEY, CollectorConfig, load_collector_config
 from alignment.capture.collector_data import KEYS, write_key_data
 from alignment.capture.collector_steps import collected_steps
 from alignment.capture.config import CaptureConfig
@@ -105,6 +105,19 @@ class Collector:
                 notes.append(f"{switch}: this run has no {what}, so there is nothing to dump")
         for note in notes:
             print(f"precision collector: {note}", file=sys.stderr, flush=True)
+
+    def ran(self, steps: range) -> None:
+        """Says where training through ``steps``, from 0, left nothing to collect."""
+        settings = self.settings
+        watched = [*settings.layer_stages, *(["data"] if settings.key_data_dump and settings.msprobe else [])]
+        if steps and watched and not any(self.steps.takes(stage, step) for stage in watched for step in steps):
+            asked = f"{KEY}.step_start={settings.step_start}, {KEY}.step_end={settings.step_end}"
+            through = f"the run went through steps {steps[0]} … {steps[-1]}, counted from 0"
+            print(
+                f"precision collector: nothing was collected: no step fits {asked}: {through}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def end(self) -> None:
         """Removes what workers that were ended without a word left between capture and dump."""

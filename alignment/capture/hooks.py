@@ -109,6 +109,8 @@ class ModuleHooks:
         self.spans: list[int] = []
         """Where in the order of the graph's nodes another module begins to run; :attr:`owners` has its name."""
         self.owners: list[str] = []
+        self.found = False
+        """Whether a module is captured."""
 
     def attach(self) -> None:
         """Registers the hooks."""
@@ -136,6 +138,7 @@ class ModuleHooks:
                 whole, _class_name(module), parent, module, holds_samples(whole), never_cut(module), absorbed
             )
             taken = self.takes(whole)
+            self.found = self.found or taken
             if not replaces:
                 self._hook_calls(hooked, taken, root, settings)
             if self.parameter_gradients and self.backward and taken:

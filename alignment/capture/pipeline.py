@@ -17,6 +17,7 @@ from torch import Tensor
 
 from alignment.capture.config import STAGE_ORDER, CaptureConfig
 from alignment.capture.own_format import is_capture
+from alignment.capture.selection import say_what_is_missing
 from alignment.capture.session import Capture, record_values
 from alignment.capture.stage import StageRecord
 from alignment.capture.stage_models import HOLDERS, stage_models
@@ -118,9 +119,11 @@ class DriverCapture:
 
     def __init__(self, config: CaptureConfig, session: Capture) -> None:
         self._config, self._session = config, session
+        self._steps: set[int] = set()
 
     def fields(self, step: int, stage: str, before: Batch | None, after: Batch) -> None:
         """Records what the driver's stage read and added."""
+        self._steps.add(step)
         if not self._config.values:
             return
         with self._session.stage(step, stage, {}, piece="driver", modules=False) as record:
@@ -128,8 +131,10 @@ class DriverCapture:
                 _record_batch(record, before, after)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is left, and says where a run that ended well left nothing to write. The workers have ended."""
         self._session.close()
+        if sys.exc_info()[0] is None and self._session.failure is None:
+            say_what_is_missing(self._config, self._session.directory, steps=self._steps, stages=HOLDERS)
 
 
 def _session(argument: str, *, rank: int) -> tuple[CaptureConfig, Capture]:

@@ -28,6 +28,11 @@ from alignment.capture.operators import OperatorRecorder
 from alignment.capture.own_format import write_about
 from alignment.capture.reduction import Reducer
 from alignment.capture.samples import Samples, real_bounds, sample_keys
+from alignment.capture.selection import (
+    excluded_everything,
+    say_no_module_was_captured,
+    say_nothing_was_captured,
+)
 from alignment.capture.settings import SettingsReader
 from alignment.capture.stage import StageRecord
 from alignment.capture.writer import BackgroundWriter
@@ -72,6 +77,8 @@ class Capture:
         self._settings = SettingsReader()
         self._started = False
         self._inside = False
+        self._steps: set[int] = set()
+        self._ran = self._found = False
 
     @property
     def failure(self) -> str | None:
@@ -106,6 +113,7 @@ class Capture:
             The record, or None where nothing is captured.
         """
         config = self.config
+        self._steps.add(step)
         wanted = config.takes_step(step) and config.takes_stage(stage) and config.takes_rank(self.rank)
         if not wanted or self.failure is not None or self._inside:
             yield None
@@ -160,6 +168,7 @@ class Capture:
                 for hooked in hooks:
                     hooked.attach()
                     stack.callback(hooked.detach)
+                    self._ran, self._found = True, self._found or hooked.found
                 if config.level != "L0" and modules:
                     stack.enter_context(OperatorRecorder(record, hooks=hooks, takes=config.takes_module))
                 yield record
@@ -180,6 +189,15 @@ class Capture:
     def close(self) -> None:
         """Writes what is left."""
         self._writer.close()
+
+    def say_what_is_missing(self) -> None:
+        """Tells on stderr where steps ran and nothing of them, or no module, was captured here."""
+        if not self._steps or self.failure is not None:
+            return
+        if not self._started and not (_communicates() and not self.config.takes_rank(self.rank)):
+            say_nothing_was_captured(excluded_everything(self.config, steps=self._steps, rank=self.rank))
+        elif self._ran and not self._found and self.config.modules is not None:
+            say_no_module_was_captured(self.config)
 
     _model: nn.Module | Mapping[str, nn.Module]
 
@@ -255,6 +273,7 @@ def capture(
         yield session
     finally:
         session.close()
+    session.say_what_is_missing()
 
 
 def record_values(

@@ -92,6 +92,7 @@ def run_gkd(
     watching = contextlib.ExitStack()
     try:
         watchers = [watching.enter_context(contextlib.closing(w)) for w in driver_observers(setting.observers)]
+        watching.callback(executor.shutdown)  # before the watchers of the driver close
         groups = executor.start(setting, placement(config))
         replicas = start_replicas(config, executor, setting)
         about = groups["actor"].call("describe")
@@ -135,7 +136,6 @@ def run_gkd(
         fit_recorded(trainer, config, run_dir, about_run, collector)
     finally:
         watching.close()
-        executor.shutdown()
         if collector is not None:
             collector.end()
     return read_run(run_dir)

@@ -51,7 +51,7 @@ class DriverObserver(Protocol):
         ...
 
     def close(self) -> None:
-        """The run ends."""
+        """The run ends; its workers have ended."""
         ...
 
 

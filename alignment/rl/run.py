@@ -130,6 +130,7 @@ def run_dapo(
     watching = contextlib.ExitStack()
     try:
         watchers = [watching.enter_context(contextlib.closing(w)) for w in driver_observers(setting.observers)]
+        watching.callback(executor.shutdown)  # before the watchers of the driver close
         if config.trainer.record_batches:
             watchers.append(BatchRecorder(run_dir, resume_step=state["step"] if state else 0))
         groups = executor.start(setting, placement(config))
@@ -163,7 +164,6 @@ def run_dapo(
         fit_recorded(trainer, config, run_dir, {**identity, "workers": about}, collector)
     finally:
         watching.close()
-        executor.shutdown()
         if collector is not None:
             collector.end()
     return read_run(run_dir)
@@ -180,9 +180,11 @@ def fit_recorded(
     write_json(run_dir / RUN, about)
     if collector is not None:
         collector.begin()
-    board = "tensorboard" in config.trainer.logger
+    board, before = "tensorboard" in config.trainer.logger, trainer.step
     with contextlib.closing(Tracker(run_dir, resume_step=trainer.step, tensorboard=board)) as tracker:
         trainer.fit(tracker)
+    if collector is not None:
+        collector.ran(range(before, trainer.step))
 
 
 def replay_steps(

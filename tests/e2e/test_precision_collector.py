@@ -156,11 +156,23 @@ def test_exactly_the_tokens_of_the_range_are_dumped(recorded, world, tmp_path):
     assert [r.shape[1] for r in passes if r.path == "args.0"] == [passes[0].shape[1]] and passes[0].shape[1] > 1
 
 
-def test_only_the_steps_of_the_range_are_dumped(world, tmp_path):
+@pytest.mark.parametrize("fields", [{"key_data_dump": True}, {"actor_train_dump": True}])
+def test_steps_that_the_run_does_not_have_are_said(world, tmp_path, capsys, fields):
+    setting = collect(tmp_path, step_start=9, step_end=9, **fields)
+    run_dapo(dapo_world.config(world, **setting, trainer__total_training_steps=1), run_dir=tmp_path / "run")
+    assert not (tmp_path / "dump").exists()
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "precision collector: nothing was collected: no step fits precision_collector.step_start=9, "
+        "precision_collector.step_end=9: the run went through steps 0 … 0, counted from 0"
+    )
+
+
+def test_only_the_steps_of_the_range_are_dumped(world, tmp_path, capsys):
     setting = collect(tmp_path, step_start=1, step_end=1, key_data_dump=True, actor_train_dump=True)
     run_dapo(dapo_world.config(world, **setting), run_dir=tmp_path / "run")
     assert open_capture(tmp_path / "dump").steps() == [1]
     assert {p.name for p in (tmp_path / "dump" / "actor_update").iterdir()} == {"step1", "rank0"}
+    assert "nothing was collected" not in capsys.readouterr().err
 
 
 def test_mock_inference_with_training_dumps_trains_to_the_same_numbers(world, recorded, tmp_path):

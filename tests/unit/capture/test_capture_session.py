@@ -457,6 +457,39 @@ def test_ranks_and_stages_are_selected(tmp_path):
         session.close()
 
 
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"step_start": 9}, "nothing was captured: nothing in this run fits capture.step_start=9: the run went through "
+         "steps 0 … 1"),
+        ({"ranks": (7,)}, "nothing was captured: nothing in this run fits capture.ranks=[7]"),
+        ({"stages": ("rollout", "values")}, "nothing was captured: nothing in this run fits "
+         "capture.stages=[rollout,values]"),
+        ({"modules": ("nomatch.*", "re:no")}, "no module was captured: none has a name that fits "
+         "capture.modules=[nomatch.*,re:no]"),
+        ({"step_start": 1}, None),
+        ({"ranks": (0, 7)}, None),
+        ({"stages": ("train",)}, None),
+        ({"modules": ("head",)}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_a_selection_that_leaves_everything_out_is_said(tmp_path, capsys, fields, said):
+    captured_model = make_model()
+    with capture(captured_model, CaptureConfig(**fields), directory=tmp_path / "c") as session:
+        train(captured_model, 2, session.step)
+    assert capsys.readouterr().err == (f"capture: {said}\n" if said else "")
+
+
+def test_nothing_is_said_of_a_run_that_failed_or_never_began(tmp_path, capsys):
+    config = CaptureConfig(step_start=9)
+    with capture(make_model(), config, directory=tmp_path / "a"):
+        pass
+    with pytest.raises(KeyError), capture(make_model(), config, directory=tmp_path / "b") as session, session.step(0):
+        raise KeyError
+    assert capsys.readouterr().err == ""
+
+
 def test_generated_tokens_are_selected(tmp_path):
     model = make_model()
     session = Capture(CaptureConfig(token_start=1, token_end=2), directory=tmp_path)
