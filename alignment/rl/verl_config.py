@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import InputError
 from alignment.files import parse_yaml
-from alignment.rl.config import TrainConfig, flatten
+from alignment.rl.config import COLLECTOR_KEY, TrainConfig, flatten
 
 REWARD_FUNCTION = Path(__file__).with_name("verl_reward.py")
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -208,6 +208,27 @@ def merge(settings: Mapping[str, Any], overrides: list[str]) -> list[str]:
     return arguments(kept) + added
 
 
+def refuse_watching(overrides: Sequence[str]) -> None:
+    """Refuses overrides that would have this project watch the modules of a run.
+
+    Raises:
+        InputError: ``capture.*`` or ``ascend_precision_collector``, which act in this project's own workers alone.
+    """
+    for text in overrides:
+        key = text.partition("=")[0].strip().lstrip("+~")
+        if key in ("capture", COLLECTOR_KEY) or key.startswith("capture."):
+            raise _unwatched(key)
+
+
+def _unwatched(key: str) -> InputError:
+    return InputError(
+        "verl computes in workers of its own, whose modules are not watched from here", where=key,
+        expected="no such key with engine=verl",
+        next_step="let verl dump with msprobe (global_profiler.tool=precision_debugger) and compare the dumps, "
+        "or run without engine=verl",
+    )  # fmt: skip
+
+
 def overlay(settings: Settings, others: Settings) -> Settings:
     """``settings`` changed by ``others``; a key that has to be added stays one, however the other one is written."""
     undeclared = {key.lstrip("+") for key in settings if key.startswith("++")}
@@ -257,6 +278,8 @@ def _save_freq(config: TrainConfig) -> int:
 
 
 def _refuse(config: TrainConfig) -> None:
+    if config.ascend_precision_collector is not None:
+        raise _unwatched(COLLECTOR_KEY)
     if config.algorithm.filter_groups.enable:
         raise InputError(
             "verl's legacy trainer ignores dynamic sampling without a word",

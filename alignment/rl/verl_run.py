@@ -24,7 +24,15 @@ from alignment.files import read_json
 from alignment.rl.config import TrainConfig, flatten, load_config
 from alignment.rl.driver import Progress, Silence
 from alignment.rl.run import RunResult, located, read_run
-from alignment.rl.verl_config import Settings, cpu_settings, merge, overlay, read_verl_yaml, verl_settings
+from alignment.rl.verl_config import (
+    Settings,
+    cpu_settings,
+    merge,
+    overlay,
+    read_verl_yaml,
+    refuse_watching,
+    verl_settings,
+)
 from alignment.rl.verl_plugin import MODULE
 from alignment.rl.verl_process import Limits, follow
 from alignment.rl.verl_record import our_names, record_verl_run
@@ -84,6 +92,7 @@ def run_verl(
         UnavailableError: verl or its inference engine is not installed.
         InputError: a configuration that cannot work, a run that failed, or output that cannot be read.
     """
+    refuse_watching(overrides)
     versions = require_verl(device)
     run_dir = Path(run_dir).resolve()
     kind = device.partition(":")[0]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from alignment.errors import InputError
+from alignment.rl.verl_config import refuse_watching
+
 PROGRAM = Path(sys.executable).with_name("alignment")
 
 
@@ -34,6 +37,28 @@ def test_options_that_do_not_reach_verl_are_refused(tmp_path, options, said):
     done = command(tmp_path, "dapo", "engine=verl", *options)
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists(), "nothing is left of a run that was refused"
+
+
+def test_what_would_watch_modules_is_refused_before_verl_starts(tmp_path):
+    done = command(tmp_path, "dapo", "engine=verl", "--device", "cpu", "capture.detail=sketch")
+    said = (
+        "error: capture.detail: verl computes in workers of its own, whose modules are not watched from here; "
+        "expected no such key with engine=verl. Next: let verl dump with msprobe "
+        "(global_profiler.tool=precision_debugger) and compare the dumps, or run without engine=verl"
+    )
+    assert done.returncode == 2 and " ".join(done.stderr.split()) == said
+    assert not (tmp_path / "runs").exists(), "nothing is left of a run that was refused"
+
+
+@pytest.mark.parametrize("override", ["+capture=true", "++ascend_precision_collector=c.yaml", "~capture"])
+def test_every_key_that_would_watch_modules_is_refused(override):
+    with pytest.raises(InputError, match=f"^{override.strip('+~').partition('=')[0]}: verl computes in workers of its"):
+        refuse_watching(["trainer.seed=1", override])
+
+
+@pytest.mark.parametrize("override", ["actor_rollout_ref.actor.profiler.capture=true", "captured=1"])
+def test_other_keys_with_such_names_are_verls(override):
+    refuse_watching([override])
 
 
 def test_a_folder_is_read_into_a_run_and_compared_with_itself(tmp_path):

@@ -60,6 +60,7 @@ def changed(**leaves) -> TrainConfig:
         ({"algorithm__adv_estimator": "gae"}, "without a critic"),
         ({"actor_rollout_ref__model__lora_rank": 8}, r"model\.lora_rank: engine=verl translates runs that train all weights"),
         ({"actor_rollout_ref__model__dtype": "float64"}, r"does not train in this dtype.*found float64"),
+        ({"ascend_precision_collector": "c.yaml"}, "^ascend_precision_collector: verl computes in workers of its own"),
         ({"data__train_files": ["prompts.json"]}, r"verl reads parquet.*found prompts\.json"),
     ],
 )
