@@ -25,7 +25,7 @@ from alignment.diagnose.difference import (
     rounding,
 )
 from alignment.diagnose.module_graph import Pair
-from alignment.diagnose.names import ABSORBED, FUSED, STACKED, NameMap
+from alignment.diagnose.names import ABSORBED, FUSED, STACKED, NameMap, canonical
 
 DISCRETE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32", "uint64"})
 
@@ -208,7 +208,7 @@ def _grouped(
             # one node of the graph, below the module that calls it
             name = f"{name_of(row.parent)}.{row.module.replace('.', ':')}".lstrip(".")
         elif kind == "value":
-            name = f"{name_of(row.parent)}/{row.module}"
+            name = f"{name_of(row.parent)}/{_field_name(row.module, name_of)}"
             if row.class_name == OF_THE_MACHINE:
                 of_machine[name] = None
                 continue
@@ -229,6 +229,13 @@ def _grouped(
         else:
             call.append(row)
     return groups
+
+
+def _field_name(name: str, name_of: Callable[[str], str]) -> str:
+    """The common name of a tensor of a folder; a column or a curve keeps its own, whatever modules are called, unless
+    the user pairs it."""
+    found = name_of(name)
+    return found if found and ("." in name or found != canonical(name)) else name
 
 
 def _pair_settings(key: tuple[str, str], golden: TensorRow, target: TensorRow, out: Pairing) -> None:
@@ -342,7 +349,10 @@ def _pair_tensors(key, call: int, golden: Sequence[TensorRow], target: Sequence[
         out.other_classes += golden[0].class_name != target[0].class_name
     others = {(row.role, row.path): row for row in target}
     strangers = _other_results(key, golden, others)
-    in_place = len(golden) == len(target) and all(a.path == b.path and a.role == b.role for a, b in zip(golden, target))
+    named = key[1] == "value"  # which has no path but its name, that was paired
+    in_place = len(golden) == len(target) and all(
+        a.role == b.role and (named or a.path == b.path) for a, b in zip(golden, target)
+    )
     if in_place and not strangers:
         for a, b in zip(golden, target):
             _pair(key[0], call, a, b, out)

@@ -1,7 +1,8 @@
 """Folders of plain tensor files, and single ones: ``.safetensors``, ``.npy``, and ``torch.save`` of tensors.
 
 Every tensor is a row of kind ``value``. Its name is the key in its file; before it stands the path of the file without
-its ending where a folder has several files, unless they are the numbered parts of one checkpoint. ``step<N>`` and
+its ending where a folder has several files, unless they are the numbered parts of one checkpoint. A lone
+``state_dict`` around all tensors of a file is left out. ``step<N>`` and
 ``rank<R>`` folders are steps and ranks; without them everything is step 0 and rank 0.
 """
 
@@ -26,6 +27,8 @@ STAGE = "tensors"
 SAFETENSORS, NPY, TORCH = (".safetensors",), (".npy",), (".pt", ".pth", ".bin")
 SUFFIXES = SAFETENSORS + NPY + TORCH
 
+_ROOTS = ("state_dict.", "model_state_dict.")
+"""What training loops put around the weights; where all tensors of a file lie under one, it names nothing."""
 _PART = re.compile(r".*-\d{5}-of-\d{5}")
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -116,9 +119,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], Any]]:
         array = read_npy(path)
         yield "", array.dtype, array.shape, array.load
     else:
-        for name, leaf in walk(read_torch(path)):
-            if isinstance(leaf, StoredArray):
-                yield name, leaf.dtype, leaf.shape, leaf.load
+        found = [(name, leaf) for name, leaf in walk(read_torch(path)) if isinstance(leaf, StoredArray)]
+        root = next((root for root in _ROOTS if all(name.startswith(root) for name, _ in found)), "")
+        for name, leaf in found:
+            yield name.removeprefix(root), leaf.dtype, leaf.shape, leaf.load
 
 
 def _decoded(tensor: Any) -> Any:

@@ -6,10 +6,14 @@ import json
 
 import capture_samples
 import numpy as np
+import pytest
+import torch
 from safetensors.numpy import save_file
 
 from alignment.capture.readers import open_capture
 from alignment.diagnose.capture_comparison import compare_captures
+from alignment.diagnose.names import NameMap
+from alignment.errors import InputError
 from alignment.report.comparison_view import comparison_lines
 
 
@@ -59,6 +63,71 @@ def test_a_curve_that_only_one_run_logged_fails(tmp_path):
     less = open_capture(events(tmp_path / "less", {"reward": -1.0}))
     [stage, *_] = compare_captures(whole, less).stages
     assert stage.failures == ["value actor/loss only in golden, missing in target (value, forward)"]
+
+
+# --- other names ------------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"model.layers.0.a.weight": 1.0, "model.layers.1.a.weight": 2.0, "head.weight": 3.0}
+
+
+def weights(path, names, *, rows=2, scale=1.0):
+    """The weights under the names that ``names`` has for them, the last one scaled."""
+    path.mkdir()
+    tensors = {name: np.full((rows, 2), v, np.float32) for name, v in zip(names, WEIGHTS.values(), strict=True)}
+    tensors[list(names)[-1]] *= np.float32(scale)
+    save_file(tensors, path / "weights.safetensors")
+    return open_capture(path)
+
+
+def test_tensors_are_paired_by_the_names_of_the_user(tmp_path):
+    renamed = ["net.blocks.0.b.weight", "net.blocks.1.b.weight", "top.weight"]
+    golden, target = weights(tmp_path / "golden", WEIGHTS), weights(tmp_path / "target", renamed)
+    names = NameMap.parse(["model.layers.*.a=net.blocks.*.b", "head=top"])
+    with pytest.raises(InputError, match="name the pairs, for example --map 'head.weight=top.weight'"):
+        compare_captures(golden, target)
+    assert compare_captures(golden, target, names=NameMap.parse(["head.weight=top.weight"])).stages[0].pairs == 1
+    [stage] = compare_captures(golden, target, names=names).stages
+    assert stage.aligned and stage.pairs == len(WEIGHTS) and not stage.unpaired
+    [stage] = compare_captures(golden, weights(tmp_path / "off", renamed, scale=1.5), names=names).stages
+    assert [f.quantity for f in stage.localisation.findings] == ["value head.weight"]
+    [stage] = compare_captures(golden, weights(tmp_path / "wider", renamed, rows=3), names=names).stages
+    assert {f.reason for f in stage.localisation.findings} == {"shape [3, 2], golden has [2, 2]"}
+    assert len(stage.localisation.findings) == len(WEIGHTS)
+
+
+def test_wrappers_and_names_of_megatron_are_known_in_folders_as_well(tmp_path):
+    megatron = ["module.decoder.layers.0.a.weight", "module.decoder.layers.1.a.weight", "module.head.weight"]
+    golden = weights(tmp_path / "golden", WEIGHTS)
+    assert compare_captures(golden, weights(tmp_path / "target", megatron)).stages[0].pairs == len(WEIGHTS)
+    wrong = weights(tmp_path / "wrong", megatron, scale=1.5)
+    assert compare_captures(golden, wrong).stages[0].first.quantity == "value head.weight"
+
+
+def test_curves_are_paired_by_the_names_of_the_user(tmp_path):
+    golden = open_capture(events(tmp_path / "golden", {"actor/loss": 0.5, "router": 1.0}))
+    target = open_capture(events(tmp_path / "target", {"policy/loss": 0.5, "router": 1.0}))
+    names = NameMap({"actor/*": "policy/*"})
+    assert all(stage.aligned and stage.pairs == 2 for stage in compare_captures(golden, target, names=names).stages)
+    assert not compare_captures(golden, target).stages[0].aligned
+    wrong = open_capture(events(tmp_path / "wrong", {"policy/loss": 0.75, "router": 1.5}))
+    findings = compare_captures(golden, wrong, names=names).stages[0].localisation.findings
+    assert [f.quantity for f in findings] == ["value actor/loss", "value router"]
+
+
+@pytest.mark.parametrize("root", ["state_dict", "model_state_dict"])
+def test_a_lone_root_around_the_weights_is_left_out(tmp_path, root):
+    state = {"a.weight": torch.ones(2, 2), "b": torch.zeros(3)}
+    kinds = {"plain": state, "around": {root: state, "epoch": 3}, "beside": {root: state, "x": torch.ones(1)}}
+    for name, saved in kinds.items():
+        (tmp_path / name).mkdir()
+        torch.save(saved, tmp_path / name / "checkpoint.pt")
+    plain, around, beside = (open_capture(tmp_path / name) for name in ("plain", "around", "beside"))
+    assert [row.module for row in around.rows(0, "tensors", 0)] == ["a.weight", "b"]
+    assert [row.module for row in beside.rows(0, "tensors", 0)] == [f"{root}.a.weight", f"{root}.b", "x"]
+    [stage] = compare_captures(plain, around).stages
+    assert stage.aligned and stage.pairs == len(state)
+    torch.save({root: {**state, "b": torch.ones(3)}}, tmp_path / "around" / "checkpoint.pt")
+    assert compare_captures(plain, open_capture(tmp_path / "around")).stages[0].first.quantity == "value b"
 
 
 # --- what measures the machine --------------------------------------------------------------------------------------
