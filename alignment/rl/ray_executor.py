@@ -269,7 +269,8 @@ def connect(*, address: str | None = None, debug: bool = False) -> bool:
         Whether this call connected, so that the caller is the one to disconnect.
 
     Raises:
-        UnavailableError: Ray is not installed.
+        UnavailableError: Ray is not installed, or no cluster answers at the address.
+        InputError: the cluster asks for a token that it was not shown.
     """
     # Both are read when ray is imported or started: no call home, and actors that reserve no device still see them all.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -285,16 +286,41 @@ def connect(*, address: str | None = None, debug: bool = False) -> bool:
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or None
-    ray.init(
-        # Without "local" Ray would join whatever cluster was started last on this machine, somebody else's included.
-        address=address or "local",
-        include_dashboard=False,
-        log_to_driver=debug,
-        logging_level=logging.INFO if debug else logging.ERROR,
-        # Ray starts an idle process per core it counts, and the workers here reserve none.
-        **({} if address else {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}),
-    )
+    try:
+        ray.init(
+            # Without "local" Ray would join whatever cluster was started last here, somebody else's included.
+            address=address or "local",
+            include_dashboard=False,
+            log_to_driver=debug,
+            logging_level=logging.INFO if debug else logging.ERROR,
+            # Ray starts an idle process per core it counts, and the workers here reserve none.
+            **({} if address else {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}),
+        )
+    except (ConnectionError, getattr(ray.exceptions, "AuthenticationError", ConnectionError)) as error:
+        if not address:
+            raise
+        raise _refused(address, error) from None
     return True
+
+
+def _refused(address: str, error: BaseException) -> InputError | UnavailableError:
+    """What it means that a cluster could not be joined."""
+    said = f"{type(error).__name__}: {error} {error.__cause__ or error.__context__ or ''}"
+    where = f"Ray cluster {address}"
+    if "AuthenticationError" not in said:
+        return UnavailableError(
+            f"it does not answer ({error})", where=where, next_step="start it, or name another in RAY_ADDRESS"
+        )
+    mode = os.environ.get("RAY_AUTH_MODE", "")
+    token = mode.lower() == "token"
+    return InputError(
+        "the cluster asks for a token",
+        where=where,
+        expected="its token" if token else "RAY_AUTH_MODE=token",
+        found="another one, or none" if token else mode or "RAY_AUTH_MODE is not set",
+        next_step="set RAY_AUTH_MODE=token; the token is read from RAY_AUTH_TOKEN, from the file RAY_AUTH_TOKEN_PATH "
+        "or from ~/.ray/auth_token",
+    )
 
 
 def worker_environment(placement: Placement) -> dict[str, str]:
