@@ -45,6 +45,22 @@ def test_the_path_of_an_accelerator_agrees(dtype):
     assert np.linalg.norm(sketches()[reduced.sketch] - expected) <= 32 * EPS * float(exact.norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_reach_what_an_accelerator_reduces(dtype):
+    t = portable_normal((300, 170), seed=1, stream="x", dtype=torch.float32)
+
+    def results():
+        reducer = OnAccelerator(sketch_size=256)
+        reducer.add(t)
+        _, statistics, sketches = reducer.results()
+        return statistics()[0], sketches()[0]
+
+    plain = results()
+    with torch.autocast("cpu", dtype=dtype):
+        lowered = results()
+    assert all(np.array_equal(a, b) for a, b in zip(plain, lowered, strict=True))
+
+
 def test_what_is_not_finite_is_counted_there_too():
     t = torch.tensor([1.0, float("nan"), -2.0, float("inf"), -float("inf")])
     reducer = OnAccelerator(sketch_size=4)
