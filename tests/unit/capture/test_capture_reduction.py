@@ -22,6 +22,9 @@ EPS = float(np.finfo(np.float32).eps)
 class OnAccelerator(Reducer):
     """Takes the path of an accelerator for tensors of the CPU."""
 
+    def _at_once(self, *summands, samples):
+        return None
+
     def _reduce(self, t, place, samples, shard):
         index = len(self._statistics)
         self._statistics.append(None)
