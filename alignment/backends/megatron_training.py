@@ -234,6 +234,9 @@ class MegatronTrainingEngine:
             number = next(numbers)
             tokens, following = rows[number].padded(height, length)
             here = tokens[:, mine].to(device)
+            if size == 1:
+                # The model is given no mask: this is how a capture knows what is padding.
+                here.real_tokens = rows[number].real(height, length)
             positions = mine.expand(height, -1).to(device)
             logits = model(here, positions, None)
 
@@ -474,6 +477,11 @@ class _Rows:
         for row, real in enumerate(self._tokens):
             tokens[row, : len(real)] = real
         return tokens, torch.cat([tokens[:, 1:], torch.zeros(height, 1, dtype=torch.int64)], dim=1)
+
+    def real(self, height: int, length: int) -> Tensor:
+        """1 where :meth:`padded` has a token, [height, length]."""
+        lengths = torch.tensor([*self.lengths, *[0] * (height - len(self.lengths))])
+        return (torch.arange(length) < lengths[:, None]).to(torch.int64)
 
     def responses(self, by_token: Tensor) -> Tensor:
         """[height, length] at the places of the responses: [b, r]; further dimensions stay."""

@@ -227,8 +227,8 @@ def samples_of_call(
 ) -> Samples | None:
     """The samples that a model was called with: ``input_ids`` by name, or the first matrix of integers.
 
-    The mask is ``attention_mask`` where it has the same shape, else ``mask`` where that has. None where the call has no
-    token ids.
+    The mask is ``attention_mask`` where it has the same shape, else an attribute ``real_tokens`` that the engine gave the
+    ids, else ``mask``. None where the call has no token ids.
     """
     ids = kwargs.get("input_ids")
     if not _is_ids(ids):
@@ -238,8 +238,9 @@ def samples_of_call(
     given = kwargs.get("attention_mask")
     if not (isinstance(given, Tensor) and given.shape == ids.shape):
         given = next((a for a in args if isinstance(a, Tensor) and a is not ids and _is_mask(a, ids)), None)
-    if given is None and mask is not None and mask.shape == ids.shape:
-        given = mask
+    if given is None:
+        known = (getattr(ids, "real_tokens", None), mask)
+        given = next((m for m in known if m is not None and m.shape == ids.shape), None)
     shape = ids.shape[0], ids.shape[1]
     return Samples(keys=sample_keys(ids, given), bounds=real_bounds(given, shape), shape=shape)
 

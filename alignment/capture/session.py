@@ -34,6 +34,7 @@ from alignment.capture.selection import (
     say_nothing_was_captured,
 )
 from alignment.capture.settings import SettingsReader
+from alignment.capture.shards import has_parallel_state
 from alignment.capture.stage import StageRecord
 from alignment.capture.writer import BackgroundWriter
 from alignment.errors import InputError
@@ -309,6 +310,11 @@ def record_values(
 
 
 def _communicates() -> bool:
+    """Whether memory may change behind the version counter's back: a collective writes into it, and megatron-core gives
+    one tensor the memory of another (``make_viewless_tensor``), which then has two counters.
+    """
+    if has_parallel_state():
+        return True
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False

@@ -155,6 +155,11 @@ def _megatron() -> Any:
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
+def has_parallel_state() -> bool:
+    """Whether megatron-core runs in this process."""
+    return _megatron() is not None
+
+
 def _of_expert(module: nn.Module) -> bool:
     """Experts are cut among other ranks than the rest of the model."""
     return bool(getattr(module, "is_expert", False))

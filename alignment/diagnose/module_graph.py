@@ -476,6 +476,9 @@ class _Walk:
         scope = Scope()
         for pair in node.inputs:
             scope.add(pair, self.flag[id(pair)])
+        if not node.inputs:
+            # of what flowed in nothing could be paired (routers hand out other things), so it is what flowed around it
+            scope.join(outer)
         scope.join(self.forward_scopes.get(node.module, self.last_forward))
         for child in node.children:
             self._backward(child, scope, node.module, node.class_name)

@@ -12,7 +12,10 @@ import torch
 from alignment.capture.config import CaptureConfig
 from alignment.capture.own_format import OwnCapture
 from alignment.capture.pipeline import FOLDER, capture_observer
+from alignment.diagnose.capture_comparison import compare_captures
 from alignment.errors import UnavailableError
+from alignment.models.norm import RMSNorm
+from alignment.numerics.verdict import Outcome
 from alignment.rl.run import run_dapo
 from alignment.rl.tokenizer import train_tokenizer
 
@@ -49,6 +52,8 @@ def captures(tmp_path_factory):
     base = {
         "trainer__total_training_steps": 1, "actor_rollout_ref__rollout__skip__enable": True,
         "actor_rollout_ref__rollout__skip__dump_dir": str(root / "rollouts"),
+        # no more samples than tokens in a micro batch, whose dimensions could not be told apart
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 48,
     }  # fmt: skip
 
     def run(name, executor, **changes):
@@ -58,11 +63,13 @@ def captures(tmp_path_factory):
         )  # fmt: skip
         return OwnCapture(root / name / FOLDER)
 
-    return (
-        run("golden", "inprocess"),
-        run("one", "ray", engine__train="megatron"),
-        run("two", "ray", **TWO_RANKS),
-    )
+    honest = RMSNorm.forward
+    with pytest.MonkeyPatch.context() as patch:
+        # as by another ε; the rollouts are recorded with the right one
+        golden = run("golden", "inprocess")
+        patch.setattr(RMSNorm, "forward", lambda self, x: honest(self, x) * (1 + 2.0**-12))
+        wrong = run("wrong", "inprocess")
+    return golden, run("one", "ray", engine__train="megatron"), run("two", "ray", **TWO_RANKS), wrong
 
 
 def named(reader, stage, rank, **wanted):
@@ -71,7 +78,7 @@ def named(reader, stage, rank, **wanted):
 
 
 def test_the_parts_of_a_parameter_add_up_to_the_whole(captures):
-    _, one, two = captures
+    _, one, two, _ = captures
     whole = named(one, "old_log_prob", 0, kind="parameter")
     parts = [named(two, "old_log_prob", rank, kind="parameter") for rank in (0, 1)]
     cut = [name for name, row in parts[0].items() if row.shard is not None and name in whole]
@@ -89,7 +96,7 @@ def test_the_parts_of_a_parameter_add_up_to_the_whole(captures):
 
 
 def test_every_rank_names_its_experts_as_the_whole_model_counts_them(captures):
-    _, one, two = captures
+    _, one, two, _ = captures
     whole = {n for n in named(one, "old_log_prob", 0, kind="parameter") if ".local_experts." in n}
     held = [
         {n for n in named(two, "old_log_prob", rank, kind="parameter") if ".local_experts." in n} for rank in (0, 1)
@@ -105,7 +112,7 @@ def test_ranks_that_share_a_sequence_say_which_piece_they_hold(captures):
 
 
 def test_gradients_of_an_update_are_the_golden_engines_under_the_same_names(captures):
-    golden, *others = captures
+    golden, *others, _ = captures
     expected = named(golden, "update_actor", 0, kind="parameter_gradient")
     scale = float(np.sqrt(sum(r.statistics.l2**2 for r in expected.values())))
     for reader in others:
@@ -114,3 +121,13 @@ def test_gradients_of_an_update_are_the_golden_engines_under_the_same_names(capt
         for name, row in found.items():
             assert row.shape == expected[name].shape
             assert np.linalg.norm(row.sketch() - expected[name].sketch()) <= BAR * scale
+
+
+def test_golden_and_megatron_are_aligned_and_a_norm_that_is_wrong_is_named(captures):
+    """Names, the order of dimensions, fused layers, padding and what routers hand out are another implementation's."""
+    golden, megatron, _, wrong = captures
+    stages = [s for s in compare_captures(golden, megatron).stages if s.stage in ("old_log_prob", "update_actor")]
+    assert [stage.outcome for stage in stages] == [Outcome.PASS] * 2, [stage.reason() for stage in stages]
+    assert all(stage.pairs > 300 and stage.different_implementations for stage in stages)
+    [first] = [s.first for s in compare_captures(wrong, megatron, stages=["old_log_prob"]).stages]
+    assert first.module == "model.layers.0.input_layernorm"
