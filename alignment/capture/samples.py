@@ -129,8 +129,8 @@ class Samples:
 
     def spans(self, t: Tensor) -> list[tuple[int, int, int, int]] | None:
         """Where the real tokens of every sample lie in a contiguous tensor [samples, tokens, …]: first element, number
-        of elements, :attr:`Part.group` and :attr:`Part.slot`. None for any other layout, of which :meth:`parts` may know
-        more."""
+        of elements, :attr:`Part.group` and :attr:`Part.slot`. None for any other layout, of which :meth:`parts` may
+        know more."""
         b, s = self.shape
         n, shape = t.dim(), t.shape
         if n < 2 or shape[0] != b or not t.is_contiguous():

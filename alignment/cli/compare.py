@@ -33,7 +33,7 @@ def compare(
     step: Annotated[Optional[list[int]], typer.Option("--step", help="Only this step (repeatable).")] = None,
     allow_missing: Annotated[
         Optional[list[str]],
-        typer.Option("--allow-missing", metavar="PATTERN", help="Modules and parameters one side may lack."),
+        typer.Option("--allow-missing", metavar="PATTERN", help="Modules, parameters and fields one side may lack."),
     ] = None,
     golden_format: Annotated[Optional[str], typer.Option(help="Format of GOLDEN, where it is not found out.")] = None,
     target_format: Annotated[Optional[str], typer.Option(help="Format of TARGET, where it is not found out.")] = None,
