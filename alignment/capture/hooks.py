@@ -19,7 +19,7 @@ from alignment.capture.absorbed import LAYER, absorbed_parts, absorbs, joined
 from alignment.capture.kernel import SUMMANDS
 from alignment.capture.leaves import call_leaves, output_leaves
 from alignment.capture.record import Shard, holds_samples
-from alignment.capture.reduction import Reduced
+from alignment.capture.reduction import Reduced, added_up
 from alignment.capture.samples import Samples, samples_of_call
 from alignment.capture.settings import SettingsReader
 from alignment.capture.shards import (
@@ -418,7 +418,7 @@ class ModuleHooks:
             elif hooked.uncut and all(type(t) in _WHOLE for t in summands):
                 reduced, shard = record.reduce_sum(summands, by_sample=hooked.holds_samples), None
             else:
-                reduced, shard = self._reduce(hooked, path, _added_up(summands))
+                reduced, shard = self._reduce(hooked, path, added_up(summands))
             self._row(frame, "backward", role, path, first, reduced, shard)
             record.set_samples(before)
 
@@ -456,7 +456,7 @@ class _Contribution:
                 # The uses may be many (one for every expert), and each share is as large as the tensor.
                 with self._hooks.record.own_work():
                     if len(self._summands) == SUMMANDS or not self._gains():
-                        self._summands = [_added_up(self._summands)]
+                        self._summands = [added_up(self._summands)]
         self._left -= 1
         if self._left <= 0:
             self.complete()
@@ -478,14 +478,6 @@ class _Contribution:
 
 _WHOLE = (Tensor, nn.Parameter)
 """Types of tensors that are nobody's shard by themselves."""
-
-
-def _added_up(summands: Sequence[Tensor]) -> Tensor:
-    with torch.no_grad():
-        total = summands[0]
-        for t in summands[1:]:
-            total = total + t
-    return total
 
 
 def _parametrizations(module: nn.Module) -> list[nn.Module]:

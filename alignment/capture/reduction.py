@@ -114,11 +114,7 @@ class Reducer:
         if len(summands) <= SUMMANDS:
             reduced = self._at_once(*summands, samples=self.samples if by_sample else None)
         if reduced is None:
-            with torch.no_grad():
-                total = summands[0]
-                for t in summands[1:]:
-                    total = total + t
-            reduced = self.add(total, by_sample=by_sample)
+            reduced = self.add(added_up(summands), by_sample=by_sample)
         return reduced
 
     def reads_summands(self, summands: Sequence[Tensor]) -> bool:
@@ -487,6 +483,15 @@ def _finished(parts: Sequence[_Sums]) -> tuple[float, ...]:
     if not finite:
         return (0.0, 0.0, 0.0, 0.0, float(nan_count), float(inf_count), float(count))
     return (high, low, total / finite, math.sqrt(square), float(nan_count), float(inf_count), float(count))
+
+
+def added_up(summands: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors, in their order."""
+    with torch.no_grad():
+        total = summands[0]
+        for t in summands[1:]:
+            total = total + t
+    return total
 
 
 def _plain(fast: Kernel, summands: Sequence[Tensor]) -> bool:

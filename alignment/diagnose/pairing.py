@@ -174,10 +174,13 @@ _Layout = tuple[set[tuple[str, ...]], dict[str, tuple[tuple[int, int], int]]]
 def _layout(groups: dict[tuple[str, str, str], _Group]) -> _Layout:
     batches: set[tuple[str, ...]] = set()
     bounds: dict[str, tuple[tuple[int, int], int]] = {}
+    met: set[int] = set()
     for calls in groups.values():
         for rows in calls.values():
             for row in rows:
-                if row.by_key and _present(row) not in batches:
+                # the rows of a micro batch share one list of samples
+                if row.by_key and id(row.keys) not in met:
+                    met.add(id(row.keys))
                     batches.add(_present(row))
                     bounds |= {key: (b, row.tokens) for key, b in zip(row.keys, row.bounds) if b[1] > b[0]}
     return batches, bounds
