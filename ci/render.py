@@ -79,6 +79,7 @@ class Site:
     namespace: str
     queue: str
     store: Mapping[str, str]
+    history: str
     runners: Mapping[str, Any]
     chips: Mapping[str, Chip]
 

@@ -141,7 +141,7 @@ def test_every_row_runs_on_every_platform_at_its_time(row):
 @pytest.mark.parametrize("row", MATRIX.rows, ids=lambda r: r.name)
 def test_what_a_night_left_is_kept_even_when_it_fails_and_the_call_is_made_last(row):
     for path, always in ((GITHUB, "always()"), (GITCODE, "${{ always }}")):
-        night, keep, call = read(path)["jobs"][row.name]["steps"][-3:]
+        *_, night, keep, call = (step for step in read(path)["jobs"][row.name]["steps"] if "cache" not in str(step))
         assert f"ci/rendered/{row.name}/night.sh night" in night["run"] and night["id"] == "night"
         assert keep["if"] == always and "upload-artifact" in keep["uses"] and keep["with"]["path"] == "night"
         assert call["if"] == always and call["run"] == 'bash ci/rendered/call.sh "$CODE" night'
@@ -149,6 +149,64 @@ def test_what_a_night_left_is_kept_even_when_it_fails_and_the_call_is_made_last(
     shared = read(GITLAB)[".night"]
     assert shared["artifacts"]["when"] == "always" and shared["artifacts"]["paths"] == ["night"]
     assert shared["artifacts"]["reports"] == {"junit": "night/**/junit.xml"}
+
+
+ALONE = [row for row in MATRIX.rows if row.nodes == 1]
+
+
+@pytest.mark.parametrize("row", ALONE, ids=lambda r: r.name)
+def test_the_history_of_a_row_outlives_a_red_night_on_every_platform(row, tmp_path):
+    steps = read(GITHUB)["jobs"][row.name]["steps"]
+    at = {step["uses"]: n for n, step in enumerate(steps) if "actions/cache" in step.get("uses", "")}
+    night = next(n for n, step in enumerate(steps) if step.get("id") == "night")
+    # actions/cache itself saves only after a job that succeeded.
+    assert list(at) == ["actions/cache/restore@v5", "actions/cache/save@v5"]
+    restore, save = (steps[n] for n in at.values())
+    assert list(at.values()) == [night - 1, night + 1] and save["if"] == "always()"
+    assert restore["with"] == {**save["with"], "restore-keys": f"history/{row.name}/"}
+    assert save["with"]["path"] == "history" and save["with"]["key"].startswith(f"history/{row.name}/")
+    assert read(GITLAB)[row.name]["cache"] == {"key": f"history-{row.name}", "paths": ["history"], "when": "always"}
+    # The step of GitCode, with a night that says which folder it was given.
+    script = tmp_path / "ci" / "rendered" / row.name / "night.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("echo $ALIGNMENT_HISTORY\nexit 1\n")
+    step = next(step for step in read(GITCODE)["jobs"][row.name]["steps"] if step.get("id") == "night")
+    for set_by, folder in (({}, f"/home/runner/alignment-history/{row.name}"), ({"ALIGNMENT_HISTORY": "/h"}, "/h")):
+        output = tmp_path / "output"
+        given = {"PATH": "/usr/bin:/bin", "HOME": "/home/runner", "ATOMGIT_OUTPUT": str(output), **set_by}
+        line = ["bash", "-euc", step["run"]]
+        done = subprocess.run(line, cwd=tmp_path, env=given, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{folder}\n" and output.read_text().splitlines()[-1] == "code=1"
+
+
+def test_a_row_is_not_given_the_history_of_another():
+    kept = {row.name: read(GITHUB)["jobs"][row.name]["steps"] for row in ALONE}
+    kept = {name: next(s["with"]["restore-keys"] for s in steps if "restore" in str(s)) for name, steps in kept.items()}
+    assert [(a, b) for a in kept for b in kept if a != b and f"history/{b}/".startswith(kept[a])] == []
+
+
+@pytest.mark.parametrize(
+    "code, said, ends, line",
+    [
+        (0, "ignore", 0, "ignore: the night ended with exit code 0"),
+        (0, "warn", 4, "warn: the night ended with exit code 0"),
+        (4, "warn", 4, "warn: the night ended with exit code 4"),
+        (1, "warn", 1, "page: the night ended with exit code 1"),
+    ],
+)
+def test_gitlab_is_orange_for_every_night_that_warns_and_red_for_one_that_pages(code, said, ends, line, tmp_path):
+    gitlab = read(GITLAB)
+    folder = tmp_path / "ci" / "rendered"
+    (folder / "cpu").mkdir(parents=True)
+    (folder / "call.sh").write_text((CI / "rendered" / "call.sh").read_text())
+    (folder / "cpu" / "build.sh").write_text("")
+    record = json.dumps({"exit_code": code, "call": said}, indent=1)
+    (folder / "cpu" / "night.sh").write_text(f"mkdir $1\necho '{record}' > $1/launch.json\nexit {code}\n")
+    script = "\n".join(gitlab["cpu"]["script"])
+    done = subprocess.run(["bash", "-euc", script], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (ends, f"{line}\n")
+    allowed = gitlab[".night"]["allow_failure"]["exit_codes"]
+    assert (ends in allowed) is (said == "warn" and MATRIX.action(code) != "page")
 
 
 def test_gitlab_lets_pass_what_does_not_page_and_nothing_else():
