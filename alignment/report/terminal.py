@@ -30,12 +30,12 @@ def headline(verdicts: Iterable[Verdict]) -> str:
     said = ", ".join(f"{n} {outcome.value}" for outcome, n in counts.items() if n)
     if counts[Outcome.FAIL]:
         word = "MISALIGNED"
-    elif counts[Outcome.ERROR] or not counts[Outcome.PASS]:
+    elif counts[Outcome.ERROR]:
         word = "NOT CARRIED OUT"
     elif counts[Outcome.INCONCLUSIVE]:
         word = "NOT SHOWN TO BE ALIGNED"
     else:
-        word = "ALIGNED"
+        word = "ALIGNED" if counts[Outcome.PASS] else "NOT CARRIED OUT"
     return f"{word}: {said or 'no check was carried out'}"
 
 
