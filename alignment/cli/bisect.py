@@ -271,10 +271,12 @@ def show_log(state: StateOption, as_json: JsonOption = False) -> None:
     """Every event of a bisection, in order."""
     from alignment.bisect.journal import Journal
 
-    for event in Journal(state, write=False).events:
-        if as_json:
-            print(json.dumps(event))
-        elif event["event"] == "probe":
+    events = Journal(state, write=False).events
+    if as_json:
+        print(json.dumps(list(events), indent=1))
+        return
+    for event in events:
+        if event["event"] == "probe":
             seen = event["observation"]
             told = " ".join(str(seen[k]) for k in ("value", "reason", "detail") if seen.get(k) is not None)
             print(f"{event['at']}  {event['purpose']:8} {seen['result']:14} {event['name']}  {told}")

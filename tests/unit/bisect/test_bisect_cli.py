@@ -49,7 +49,8 @@ def test_a_whole_bisection(world):
     for command in ("status", "log", "replay", "report"):
         assert invoke(command, "--state", tmp_path / "state").exit_code == 0
     assert "right 1 → 9" in invoke("status", "--state", tmp_path / "state").stdout
-    assert len(invoke("log", "--state", tmp_path / "state", "--json").stdout.splitlines()) > 6
+    events = json.loads(invoke("log", "--state", tmp_path / "state", "--json").stdout)
+    assert len(events) > 6 and {"probe", "stage", "answer_found"} <= {event["event"] for event in events}
     again = invoke(
         "run", "--state", tmp_path / "state", "--json", "--suite", tmp_path / "suite", "--cache", tmp_path / "cache"
     )
