@@ -53,7 +53,13 @@ def gkd(
     from alignment.errors import InputError
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
-    from alignment.report.run_directory import finite, new_run_directory, write_stack, write_verdicts
+    from alignment.report.run_directory import (
+        finite,
+        new_run_directory,
+        write_stack,
+        write_training_provenance,
+        write_verdicts,
+    )
     from alignment.report.terminal import print_verdicts
     from alignment.rl.config import load_config
     from alignment.rl.gkd_config import GkdConfig
@@ -91,6 +97,7 @@ def gkd(
             write_verdicts(directory, verdicts)
     for result in results:
         write_stack(result.directory)
+    write_training_provenance(result.directory, chosen)
     page = leave_page(directory) if baseline is None else leave_page(directory, baselines=baseline)
     code = ALIGNED if baseline is None else exit_code(verdicts, require=require)
     if as_json:

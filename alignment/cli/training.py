@@ -57,7 +57,7 @@ def dapo(
     from alignment.capture.pipeline import capture_observer
     from alignment.faults.injection import WORKER_SETUP, active, faults_and_overrides
     from alignment.report.progress import training_progress
-    from alignment.report.run_directory import new_run_directory, write_stack
+    from alignment.report.run_directory import new_run_directory, write_stack, write_training_provenance
     from alignment.rl.config import load_config
     from alignment.rl.run import run_dapo
 
@@ -80,6 +80,7 @@ def dapo(
             observers=observers,
         )
     write_stack(result.directory)
+    write_training_provenance(result.directory, chosen)
     page = leave_page(result.directory)
     if as_json:
         document = {"run": str(result.directory), "page": page and str(page), "metrics": result.metrics}

@@ -24,7 +24,7 @@ from alignment.report.comparison_page import comparison_part
 from alignment.report.night import NIGHT, NightRecord, read_night
 from alignment.report.provenance_view import both_sides
 from alignment.report.replay_page import REPLAY, replay_part
-from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts
+from alignment.report.run_directory import PROVENANCE, STACK, VERDICTS, read_verdicts, stored_fingerprint
 from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_budget
 from alignment.report.triage_page import triage_part
 from alignment.rl.tracking import METRICS, RUN, read_series
@@ -120,7 +120,7 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
             expected=f"{VERDICTS} or {METRICS}",
             next_step="name another directory",
         )
-    provenance = _provenance(run / PROVENANCE) if (run / PROVENANCE).is_file() else None
+    provenance = _provenance(run)
     part = _part(run.name, verdicts, answers, trainings) | {
         "band": _band(run, baselines) if baselines else None,
         "sides": both_sides(verdicts, provenance, baselines),
@@ -363,8 +363,14 @@ def _memory(found: Any, path: Path) -> list[dict[str, Any]] | None:
     return [{**row, "share": row["peak"] / highest} for row in found]
 
 
-def _provenance(path: Path) -> dict[str, Any]:
-    """What made the run; sections that are none are left out."""
+def _provenance(run: Path) -> dict[str, Any] | None:
+    """What made the run; sections that are none are left out. Where it has no provenance of its own, the machine that
+    the record of a training tells of."""
+    path = run / PROVENANCE
+    if not path.is_file():
+        about = read_json(run / RUN) if (run / RUN).is_file() else None
+        found = stored_fingerprint(about) if isinstance(about, Mapping) else {}
+        return {"fingerprint": found} if found else None
     found = read_json(path)
     if not isinstance(found, Mapping):
         raise InputError("not the provenance of a run", where=path, expected="a mapping", found=type(found).__name__)

@@ -95,16 +95,18 @@ def _facts(found: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
     if not found:
         return {}
     first = found[0]
-    days = sorted(str(provenance.get("date", ""))[:10] for provenance in found)
+    days = sorted(str(provenance["date"])[:10] for provenance in found if "date" in provenance)
     fingerprint, switches, packages = (
         {str(key): str(value) for key, value in part.items()} if isinstance(part, Mapping) else {}
         for part in (first.get("fingerprint"), first.get("determinism"), first.get("packages"))
     )
     facts = {name: fingerprint[name] for name in FACTS if name in fingerprint}
     facts |= {name: str(first[name]) for name in ("python", "platform") if name in first}
-    commit, dirty, _ = str(first.get("commit", "unknown")).partition("-dirty")
-    facts["commit"] = commit[:12] + dirty
-    facts["date"] = days[0] if days[0] == days[-1] else f"{days[0]} … {days[-1]}"
+    if "commit" in first:
+        commit, dirty, _ = str(first["commit"]).partition("-dirty")
+        facts["commit"] = commit[:12] + dirty
+    if days:
+        facts["date"] = days[0] if days[0] == days[-1] else f"{days[0]} … {days[-1]}"
     return {"facts": facts, "switches": switches, "packages": packages}
 
 
@@ -112,8 +114,10 @@ def _rows(sides: Sequence[Mapping[str, Mapping[str, str]]]) -> tuple[list[dict],
     """The rows that are always shown, those where the sides differ, and how many packages and switches are the same."""
 
     def row(section: str, name: str) -> dict[str, Any]:
-        values = [side.get(section, {}).get(name, "none" if side else NOT_STORED) for side in sides]
-        known = {value for value, side in zip(values, sides) if side}
+        stored = [side.get(section) or {} for side in sides]
+        # Who stores its packages or switches has none of another; a fact that is absent is not known.
+        values = [part.get(name, "none" if part and section != "facts" else NOT_STORED) for part in stored]
+        known = set(values) - {NOT_STORED}
         return {"name": name, "values": values, "differs": name != "date" and len(known) > 1}
 
     sections = ("switches", "packages")

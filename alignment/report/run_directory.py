@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from alignment.errors import InputError
 from alignment.files import read_json, write_json
 from alignment.numerics.verdict import Verdict
+from alignment.rl.tracking import RUN
+
+if TYPE_CHECKING:
+    from alignment.devices.base import Device
 
 VERDICTS = "verdicts.json"
 PROVENANCE, STACK = "provenance.json", "stack.yaml"
@@ -47,6 +53,44 @@ def write_stack(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     save_stack(freeze_stack(name=directory.name).stack, directory / STACK)
     return directory / STACK
+
+
+def write_training_provenance(directory: Path, device: Device) -> Path:
+    """Writes ``provenance.json`` of a training run that has ended, with the machine its workers found and the switches
+    they hold to; of the rest, what holds for this process.
+
+    Args:
+        directory: of the run, with its ``config.json`` and ``run.json``.
+        device: the device that it was asked to use.
+
+    Raises:
+        InputError: the run does not say what it was.
+    """
+    from alignment.baseline.provenance import provenance_of
+    from alignment.devices.determinism import ENVIRONMENT, switches
+    from alignment.rl.config import flatten
+    from alignment.rl.run import CONFIG
+
+    about, config = read_json(directory / RUN), flatten(read_json(directory / CONFIG))
+    hashes = {name.removesuffix("_hash"): value for name, value in about["provenance"].items()}
+    made = provenance_of(device, hashes=hashes).to_dict() | {"fingerprint": stored_fingerprint(about)}
+    if config["trainer.deterministic"]:
+        # A worker refuses to start where one of them does not hold; here, outside it, they are not set.
+        held = switches(device.kind, len(about["workers"]), os.environ)
+        held = {s.name: s.wanted for s in held if s.where == ENVIRONMENT and s.applies}
+        made["determinism"] = {**held, **made["determinism"], "deterministic_algorithms": True}
+    write_json(directory / PROVENANCE, made)
+    return directory / PROVENANCE
+
+
+def stored_fingerprint(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine that ``run.json`` of a training run tells of: that of its first worker, else the label alone."""
+    workers = about.get("workers")
+    first = workers[0] if isinstance(workers, list) and workers else None
+    found = first.get("fingerprint") if isinstance(first, Mapping) else None
+    if isinstance(found, Mapping):
+        return dict(found)
+    return {"label": about["device"]} if about.get("device") else {}
 
 
 def read_verdicts(directory: Path) -> list[Verdict]:

@@ -445,6 +445,8 @@ def test_the_command_runs_resumes_and_refuses(tmp_path):
     assert longer[:2] == json.loads(once.stdout)["metrics"] and len(longer) == 3
     assert json.loads(more.stdout)["page"] == "run/report.html"
     assert "student/loss" in (tmp_path / "run" / "report.html").read_text()
+    made = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert made["fingerprint"]["label"] == "cpu" and made["commit"] and made["determinism"]["deterministic_algorithms"]
     for arguments, message in (
         (["gkd.teacher_model_server=http://x", "gkd.teacher_model=null"], "a teacher server is not supported"),
         (["gkd.bta=0.1"], "the nearest known key is gkd.beta"),

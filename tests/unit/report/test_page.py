@@ -154,6 +154,25 @@ def test_a_run_without_provenance_says_so(run, tmp_path):
     assert said in parsed(write_page([run], tmp_path / "page.html")).text
 
 
+def test_a_training_without_provenance_shows_the_machine_of_its_record_or_says_so(tmp_path):
+    metrics(tmp_path / "run", steps=3, count=4)
+
+    def told() -> str:
+        return " ".join(parsed(write_page([tmp_path / "run"], tmp_path / "page.html")).text)
+
+    assert "The provenance of this run is not stored." in told()
+    fingerprint = {"label": "npu (emulated)", "chip": "none, emulated on x86", "emulated": True}
+    write_json(tmp_path / "run" / "run.json", {"device": "npu (emulated)", "workers": [{"fingerprint": fingerprint}]})
+    said = told()
+    assert "Of the provenance of this run only the device is stored." in said
+    assert "The provenance of this run is not stored." not in said
+    assert "none, emulated on x86" in said
+    rows = {row["name"]: row["values"] for row in gather(tmp_path / "run")["sides"]["rows"]}
+    assert rows["label"] == ["npu (emulated)"] and rows["commit"] == rows["driver"] == rows["python"] == ["not stored"]
+    write_json(tmp_path / "run" / "provenance.json", {"commit": "c0ffee", "fingerprint": fingerprint})
+    assert "Of the provenance of this run" not in told() and "c0ffee" in told()
+
+
 def test_unavailable_checks_do_not_colour_the_headline(tmp_path):
     for outcomes, colour in (
         ((Outcome.PASS, Outcome.UNAVAILABLE), "pass"),
