@@ -7,12 +7,13 @@ or message can become markup.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alignment.errors import InputError
 from alignment.files import read_json, write_atomically
@@ -29,6 +30,9 @@ from alignment.report.terminal import GRAVITY, grouped, headline, percent_of_bud
 from alignment.report.triage_page import triage_part
 from alignment.rl.tracking import METRICS, RUN, read_series
 
+if TYPE_CHECKING:
+    from alignment.baseline.runs import CurveBaseline
+
 PAGE = "report.html"
 CURVES = (
     "reward/before_filter",
@@ -36,11 +40,22 @@ CURVES = (
     "response_length/mean",
     "actor/entropy",
     "actor/grad_norm",
+    "student/agreement",
     "student/loss",
 )
 """Shown first where a run has them; every other metric is one choice away."""
 
 GAP = "training/rollout_log_probs_abs_diff_mean"
+BAND_OF_GROUPS = {
+    "reward": "reward/before_filter",
+    "correctness": "acc/before_filter",
+    "response_length": "response_length/before_filter",
+}
+BAND_OF_SCALARS = {
+    "log_prob_gap": GAP, "kept_fraction": "filter/kept_fraction", "generation_batches": "filter/num_gen_batches",
+}  # fmt: skip
+"""The metric whose number of a step a stored curve holds under another name; a scalar may have the metric's own."""
+
 MEMORY = "memory.json"
 ANSWERS = {
     "replay": (REPLAY, replay_part),
@@ -61,7 +76,7 @@ def write_page(runs: Sequence[Path], target: Path, *, baselines: Path | None = N
     Args:
         runs: directories of runs: of ``alignment run`` (verdicts), of a training run (metrics), or both.
         target: the file to write; whole or not at all.
-        baselines: folder of the stored baselines, for the band behind the reward curve and for their provenance.
+        baselines: folder of the stored baselines, for the bands behind the curves and for their provenance.
 
     Raises:
         InputError: a directory with nothing in it that a page could show.
@@ -111,7 +126,8 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
     answers = _read({name: read_json(file) for name, file in files.items()}, files)
     if "replay" in answers:  # its recording, the replay and every perturbed one: the drift between them is the answer
         folders = []
-    trainings = [_training(path, run) for path in folders]
+    stored = functools.cache(lambda: _stored_curves(baselines))
+    trainings = [_training(path, run, stored) for path in folders]
     memory = _memory(read_json(run / MEMORY), run / MEMORY) if (run / MEMORY).is_file() else None
     if not (verdicts or trainings or (run / MEMORY).is_file() or answers or night):
         raise InputError(
@@ -122,7 +138,6 @@ def gather(run: Path, *, baselines: Path | None = None, night: NightRecord | Non
         )
     provenance = _provenance(run)
     part = _part(run.name, verdicts, answers, trainings) | {
-        "band": _band(run, baselines) if baselines else None,
         "sides": both_sides(verdicts, provenance, baselines),
         "provenance": provenance,
         "stack": (run / STACK).read_text(encoding="utf-8") if (run / STACK).is_file() else "",
@@ -166,7 +181,6 @@ def _part(
         "next": list(dict.fromkeys(asked)),
         "baselines": sorted({v.baseline for v in verdicts if v.baseline}),
         "trainings": list(trainings),
-        "band": None,
         "gate": [_gate(v) for v in verdicts if v.check.startswith("e2e/curve-")],
         "sides": None,
         "provenance": None,
@@ -187,7 +201,6 @@ def render(parts: Sequence[Mapping[str, Any]]) -> str:
     charts = [
         {
             "trainings": part["trainings"],
-            "band": part["band"],
             **{name: part[name]["charts"] for name in ("replay", "ablation") if part[name]},
         }
         for part in parts
@@ -310,44 +323,50 @@ def _gate(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _training(directory: Path, run: Path) -> dict[str, Any]:
+def _training(directory: Path, run: Path, stored: Callable[[], Sequence[CurveBaseline]]) -> dict[str, Any]:
     series = read_series(directory / METRICS)
     names = sorted({name for line in series for name in line if name != "step"})
+    about = read_json(directory / RUN) if (directory / RUN).is_file() else None
+    config = about.get("config") if isinstance(about, Mapping) else None
+    same = [curves for curves in stored() if config in {run.config for run in curves.runs}] if config else []
     return {
         "name": str(directory.relative_to(run)) if directory != run else "training",
         "steps": [line["step"] for line in series],
         "metrics": {name: [line.get(name) for line in series] for name in names},
+        "bands": [band for band in _bands(same[0]) if band["metric"] in names] if same else [],
     }
 
 
-def _band(run: Path, baselines: Path) -> dict[str, Any] | None:
-    """Lowest and highest reward of the stored runs of the same experiment, step by step."""
+def _stored_curves(baselines: Path | None) -> list[CurveBaseline]:
     from alignment.baseline.runs import load_curves
 
-    fingerprints = {
-        read_json(path)["config"] for path in (*run.glob(RUN), *run.glob(f"*/{RUN}"))
-        if isinstance(read_json(path), dict) and "config" in read_json(path)
-    }  # fmt: skip
-    for path in sorted(baselines.glob("*/*/e2e/*.curves.json")):
-        stored = load_curves(path)
-        if not fingerprints & {curve.config for curve in stored.runs}:
-            continue
-        if not all("reward" in step.groups for curve in stored.runs for step in curve.steps):
-            continue  # a distillation has none
-        rows: dict[int, list[float]] = {}
-        for curve in stored.runs:
-            for step in curve.steps:
-                rewards = step.groups["reward"].mean
-                rows.setdefault(step.step, []).append(sum(map(float, rewards)) / len(rewards))
-        steps = sorted(rows)
-        return {
-            "metric": CURVES[0],
-            "label": f"{len(stored.runs)} runs of {stored.preset}, {stored.provenance.stack}",
-            "steps": steps,
-            "low": [min(rows[s]) for s in steps],
-            "high": [max(rows[s]) for s in steps],
+    return [load_curves(path) for path in sorted(baselines.glob("*/*/e2e/*.curves.json"))] if baselines else []
+
+
+def _bands(stored: CurveBaseline) -> list[dict[str, Any]]:
+    """Lowest and highest of the stored runs of one experiment, metric by metric and step by step."""
+    rows: dict[str, dict[int, list[float]]] = {}
+    for run in stored.runs:
+        for step in run.steps:
+            found = {BAND_OF_SCALARS.get(name, name): value for name, value in step.scalars.items()}
+            means = {name: sum(map(float, group.mean)) / len(group.mean) for name, group in step.groups.items()}
+            found |= {BAND_OF_GROUPS[name]: mean for name, mean in means.items() if name in BAND_OF_GROUPS}
+            # A stored curve is of what was generated; without a filter that is what is trained on too.
+            if "response_length" in means and not run.filtered:
+                found["response_length/mean"] = means["response_length"]
+            for metric, value in found.items():
+                rows.setdefault(metric, {}).setdefault(step.step, []).append(value)
+    label = f"{len(stored.runs)} runs of {stored.preset}, {stored.provenance.stack}"
+    return [
+        {
+            "metric": metric,
+            "label": label,
+            "steps": sorted(of_steps),
+            "low": [min(of_steps[s]) for s in sorted(of_steps)],
+            "high": [max(of_steps[s]) for s in sorted(of_steps)],
         }
-    return None
+        for metric, of_steps in sorted(rows.items())
+    ]
 
 
 def _memory(found: Any, path: Path) -> list[dict[str, Any]] | None:

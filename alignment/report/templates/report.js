@@ -48,8 +48,8 @@
       const line = (values) => this.training.steps.map((step, i) => [step, values[i]]).filter((p) => p[1] !== null && p[1] !== undefined);
       this.points = line(this.training.metrics[metric]);
       this.beside = this.training.beside ? line(this.training.beside.values) : [];
-      const band = this.training.band || this.run.band;
-      this.band = band && band.metric === metric ? band : null;
+      const bands = this.training.bands || [this.training.band];
+      this.band = bands.find((band) => band && band.metric === metric) || null;
       this.cursor = null;
       this.zoom(null);
     }

@@ -17,7 +17,7 @@ from alignment.cli.report import leave_page
 from alignment.errors import InputError
 from alignment.files import write_json
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
-from alignment.report.page import embedded, gather, write_page
+from alignment.report.page import GAP, embedded, gather, write_page
 from alignment.report.run_directory import write_verdicts
 
 # A page has to open in two seconds with this many steps and metrics, and stay below this size: the project's bars.
@@ -191,14 +191,57 @@ def test_the_command_writes_it_beside_the_run(run):
     assert Path(json.loads(shown.output)["page"]) == run / "report.html"
 
 
-@pytest.mark.parametrize(("preset", "banded"), [("dapo-tiny", True), ("gkd-tiny", False)])
-def test_the_band_is_of_rewards_and_a_distillation_has_none(tmp_path, preset, banded):
+OF_TRAINING = {"reward/before_filter", "acc/before_filter", "response_length/before_filter", GAP}
+
+
+@pytest.mark.parametrize(
+    ("preset", "banded"),
+    [
+        ("dapo-tiny", {*OF_TRAINING, "response_length/mean"}),
+        # What is trained on there is not all of what was generated, and that alone is stored.
+        ("dapo-tiny-filtered", OF_TRAINING),
+        ("gkd-tiny", {"student/agreement", "student/loss", "response_length/mean"}),
+    ],
+)
+def test_every_curve_that_the_baseline_holds_has_its_band(tmp_path, preset, banded):
     from alignment.baseline.runs import load_curves
 
     stored = load_curves(next(STORED.glob(f"*/*/e2e/{preset}.curves.json")))
+    names = banded | {"actor/entropy", "response_length/mean"}
+    for number, config in enumerate([stored.runs[0].config, "another experiment"]):
+        folder = tmp_path / "run" / f"training-{number}"
+        folder.mkdir(parents=True)
+        lines = [json.dumps({"step": step, **dict.fromkeys(names, 0.5)}) for step in (1, 2)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        write_json(folder / "run.json", {"config": config})
+    of_both, of_none = gather(tmp_path / "run", baselines=STORED)["trainings"]
+    assert of_none["bands"] == []
+    bands = {band["metric"]: band for band in of_both["bands"]}
+    assert set(bands) == banded
+    steps = [step.step for step in stored.runs[0].steps]
+    assert all(band["steps"] == steps for band in bands.values())
+
+    def of_step_1(run) -> dict:
+        first = run.steps[0]
+        lengths = first.groups["response_length"].mean
+        of_groups = {"response_length/mean": sum(lengths) / len(lengths)}
+        return {**of_groups, **first.scalars, GAP: first.scalars.get("log_prob_gap")}
+
+    for name in banded & {"response_length/mean", "student/agreement", "student/loss", GAP}:
+        values = [of_step_1(run)[name] for run in stored.runs]
+        assert (bands[name]["low"][0], bands[name]["high"][0]) == (min(values), max(values))
+    text = " ".join(parsed(write_page([tmp_path / "run"], tmp_path / "page.html", baselines=STORED)).text)
+    assert text.count(f"The band behind a curve is the lowest and highest of 5 runs of {preset}") == 1
+    assert gather(tmp_path / "run")["trainings"][0]["bands"] == []
+
+
+def test_agreement_with_the_teacher_is_among_the_first_charts(tmp_path):
     metrics(tmp_path / "run", steps=3, count=4)
-    write_json(tmp_path / "run" / "run.json", {"config": stored.runs[0].config})
-    assert (gather(tmp_path / "run", baselines=STORED)["band"] is not None) is banded
+    line = json.dumps({"step": 1, "student/agreement": 0.5, "student/loss": 0.25})
+    (tmp_path / "run" / "metrics.jsonl").write_text(line + "\n")
+    text = write_page([tmp_path / "run"], tmp_path / "page.html").read_text()
+    drawn = re.findall(r'<figure class="chart" [^>]*data-metric="([^"]*)"', text)
+    assert drawn == ["student/agreement", "student/loss"]
 
 
 def test_a_training_stands_without_its_page(tmp_path, capsys):
@@ -434,6 +477,24 @@ def test_a_real_browser_draws_bands_other_arms_and_powers_of_ten(tmp_path):
     assert drift[4][0] == "0" and all(re.fullmatch(r"\d(\.\d)?e-\d+", label) for label in drift[4][1:]), drift
     assert charts["actor/loss"][:4] == [1, 1, 0, "step 12: 12, record 12"]
     assert charts[f"{HOSTILE} with scale"][:4] == [1, 1, 1, "step 3: 11.02 (base 12 … 14), base 13"]
+
+
+@browser
+def test_a_real_browser_draws_the_band_of_each_metric(tmp_path):
+    from alignment.baseline.runs import load_curves
+
+    stored = load_curves(next(STORED.glob("*/*/e2e/gkd-tiny.curves.json")))
+    run = tmp_path / "run"
+    run.mkdir()
+    write_json(run / "run.json", {"config": stored.runs[0].config})
+    first = {"step": 1, "student/agreement": 0.5, "student/loss": 0.25, "more": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")
+    told = asked(write_page([run], tmp_path / "page.html", baselines=STORED), ASK_CHARTS, tmp_path)
+    assert told["errors"] == []
+    charts = told["charts"]
+    assert [charts[name][2] for name in ("student/agreement", "student/loss", "more")] == [1, 1, 0]
+    agreement = [step.scalars["student/agreement"] for step in (r.steps[0] for r in stored.runs)]
+    assert charts["student/agreement"][3] == f"step 1: 0.5 (baseline {min(agreement):.5g} … {max(agreement):.5g})"
 
 
 @browser
