@@ -33,12 +33,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from docs_pages import ROOT, Command, commands, english_pages, saved_blocks  # noqa: E402
+from docs_pages import ROOT, STEPS, Command, commands, english_pages, saved_blocks, smaller  # noqa: E402
 
 pytestmark = pytest.mark.docs
 
 SECONDS_PER_PAGE = 3600
-STEPS = "trainer.total_training_steps=2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,29 +222,6 @@ HEAVY_STAND_IN = (
 """Pages whose commands with a stand-in take over twenty seconds together."""
 
 
-def smaller(text: str) -> str:
-    """The same command made quick where the page leaves it open: two steps, one process, one seed, one category."""
-    if re.match(r"alignment (dapo|gkd|ablate)\b", text):
-        own = "engine=verl" not in text and not text.startswith("alignment ablate")
-        if "total_training_steps" not in text:
-            text = re.sub(r"^alignment (\w+)", rf"alignment \1 {STEPS}", text)
-        if own and "--executor" not in text and "n_gpus_per_node" not in text:
-            text = re.sub(r"^alignment (\w+)", r"alignment \1 --executor inprocess", text)
-    if text.startswith("alignment run --fault"):
-        text = text.replace("alignment run", "alignment run --only layer --subject torch", 1)
-    if text.startswith("alignment stress --minutes"):
-        text = re.sub(r"--minutes \d+", "--minutes 0.05", text)
-    if text.startswith("alignment replay") and "--perturbations" not in text:
-        text = text.replace("alignment replay", "alignment replay --perturbations 1", 1)
-    if text.startswith("alignment compare-engines") and "--engine" not in text:
-        text = text.replace("compare-engines", "compare-engines --engine golden", 1)
-    if text.startswith("alignment audit") and "--seeds" not in text and "--list" not in text:
-        # Every check against every fault takes long; against those of one category it is the same command.
-        few = " --category moe" if "--ablation" in text and "--category" not in text else ""
-        text = text.replace("alignment audit", f"alignment audit --seeds 1{few}", 1)
-    return text
-
-
 def filled(text: str, words: dict[str, str]) -> str:
     for word, value in words.items():
         text = re.sub(rf"(?<![\w/.-]){re.escape(word)}(?![\w-])", value, text)
@@ -349,9 +325,32 @@ def executed(page: Path, tmp_path: Path, chosen: list[Command], given: Given | N
             return (
                 f"{command.place}: exit code {code.strip() or 'none'}, expected {command.exits}:\n{ran}\n{said[-3000:]}"
             )
+    for missing in unkept(chosen, [_read(log / f"{number}.out") for number in range(len(chosen))], given.words):
+        return missing
     if process.returncode == 98:
         return f"{page}: what the page leaves is not what it should:\n{_read(log / 'after.out')[-3000:]}"
     return ""
+
+
+def unkept(chosen: list[Command], said: list[str], words: dict[str, str]) -> Iterator[str]:
+    """What a page prints below a block as a verdict and the block did not say when it was executed.
+
+    Blocks are held to it whole and with the page's own words; what was put in their place is other data.
+    """
+    for line in dict.fromkeys(command.block for command in chosen):
+        at = [number for number, command in enumerate(chosen) if command.block == line]
+        if not all(held(chosen[number], words) for number in at) or len(at) < chosen[at[0]].of_block:
+            continue
+        lines = [one for number in at for one in said[number].splitlines()]
+        for promise in chosen[at[0]].promises:
+            if not any(one.startswith(promise) for one in lines):
+                where = f"{chosen[at[-1]].place}: the page says {promise!r}, and what it prints has no such line"
+                yield "\n".join([f"{where}:", *lines[-60:]])
+
+
+def held(command: Command, words: dict[str, str]) -> bool:
+    """Whether a command is executed with the words that its page has."""
+    return command.stand_in is None and filled(command.text, words) == command.text
 
 
 def _read(path: Path) -> str:
@@ -477,3 +476,35 @@ def test_what_a_page_leaves_is_looked_at(tmp_path):
     assert executed(page, tmp_path / "a", chosen, Given(after="wait $! && grep done left")) == ""
     wrong = executed(page, tmp_path / "b", chosen, Given(after="wait $! && grep nothing left"))
     assert wrong.startswith("docs/page.md: what the page leaves is not what it should:")
+
+
+def test_a_verdict_that_a_page_prints_and_its_commands_do_not_is_found(tmp_path):
+    def said(name, *texts, words=None):
+        chosen = [
+            Command(page=Path("docs/page.md"), line=4 + n, text=text, block=3, of_block=2, promises=("ALIGNED:",))
+            for n, text in enumerate(texts)
+        ]
+        return executed(Path("docs/page.md"), tmp_path / name, chosen, Given(words=words or {}))
+
+    assert said("a", "echo ALIGNED: 3 of 3", "echo RUN") == ""
+    wrong = said("b", "echo MISALIGNED: 1 of 3", "echo RUN")
+    assert wrong == (
+        "docs/page.md:5: the page says 'ALIGNED:', and what it prints has no such line:\nMISALIGNED: 1 of 3\nRUN"
+    )
+    # Other data than the page's, or a part of the block, are held to no verdict of the page.
+    assert said("c", "echo MISALIGNED: 1 of 3", "echo RUN", words={"RUN": "runs/a"}) == ""
+    assert said("d", "echo MISALIGNED: 1 of 3") == ""
+
+
+def test_the_verdicts_of_every_page_are_held_by_its_commands_or_by_the_newcomer_s_path():
+    left = []
+    for page in english_pages():
+        words = GIVEN.get(str(page), Given()).words
+        for command in commands_of(page):
+            if command.promises and not (command.executed in ("plainly", "engine") and held(command, words)):
+                left.append((str(page), command.text, command.executed))
+    # The README's first output is that of its first block, which scripts/newcomer.sh holds to it.
+    assert [(page, text.rpartition("&& ")[2], executed) for page, text, executed in left] == [
+        ("README.md", "pytest", "elsewhere"),
+        ("docs/tutorial.md", "alignment run --run-dir runs/first", "elsewhere"),
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
 import shlex
 from collections import Counter
@@ -25,6 +27,8 @@ NEEDS = {
 """What keeps a command from being executed with the page it stands on as it stands. It is parsed all the same."""
 PROVES = r"it proves the command line and the flow, nothing of (?:the|your) \w+"
 """What a declared stand-in has to say of itself."""
+
+STEPS = "trainer.total_training_steps=2"
 
 _FENCE = re.compile(
     r"^(?P<indent> *)(?P<mark>`{3,})(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=mark)[ \t]*$", re.M | re.S
@@ -126,6 +130,29 @@ def saved_blocks(page: Path) -> dict[str, str]:
     return {block.saved_as: block.text for block in found if block.saved_as}
 
 
+def smaller(text: str) -> str:
+    """The same command made quick where the page leaves it open: two steps, one process, one seed, one category."""
+    if re.match(r"alignment (dapo|gkd|ablate)\b", text):
+        own = "engine=verl" not in text and not text.startswith("alignment ablate")
+        if "total_training_steps" not in text:
+            text = re.sub(r"^alignment (\w+)", rf"alignment \1 {STEPS}", text)
+        if own and "--executor" not in text and "n_gpus_per_node" not in text:
+            text = re.sub(r"^alignment (\w+)", r"alignment \1 --executor inprocess", text)
+    if text.startswith("alignment run --fault"):
+        text = text.replace("alignment run", "alignment run --only layer --subject torch", 1)
+    if text.startswith("alignment stress --minutes"):
+        text = re.sub(r"--minutes \d+", "--minutes=0.05", text)
+    if text.startswith("alignment replay") and "--perturbations" not in text:
+        text = text.replace("alignment replay", "alignment replay --perturbations 1", 1)
+    if text.startswith("alignment compare-engines") and "--engine" not in text:
+        text = text.replace("compare-engines", "compare-engines --engine golden", 1)
+    if text.startswith("alignment audit") and "--seeds" not in text and "--list" not in text:
+        # Every check against every fault takes long; against those of one category it is the same command.
+        few = " --category moe" if "--ablation" in text and "--category" not in text else ""
+        text = text.replace("alignment audit", f"alignment audit --seeds 1{few}", 1)
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """One complete statement of a bash block: a line with its continuation lines and here-documents.
@@ -133,6 +160,8 @@ class Command:
     Attributes:
         stand_in: what is put in the place of which words, in order, so that the test can execute it; None without one.
         used: the beginnings and the replaced words of the declarations that say something of this command.
+        block: the line of the block it stands in, and ``of_block`` how many commands that has.
+        promises: the verdicts in the output that the page prints below the block.
     """
 
     page: Path
@@ -143,6 +172,9 @@ class Command:
     exits: int = 0
     stand_in: tuple[tuple[str, str], ...] | None = None
     used: tuple[str, ...] = field(default=(), compare=False)
+    block: int = 0
+    of_block: int = 1
+    promises: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -165,6 +197,14 @@ class Command:
         if self.needs in ("long", "engine", "elsewhere"):
             return self.needs
         return "only parsed" if self.needs else "plainly"
+
+    @property
+    def shortened_by(self) -> str:
+        """The words by which a test makes it quick, which the page does not have; empty where it is executed as is."""
+        if self.executed in ("elsewhere", "only parsed"):
+            return ""
+        own = self.with_stand_in.split()
+        return " ".join(word for word in smaller(self.with_stand_in).split() if word not in own)
 
 
 def statements(text: str) -> list[tuple[int, str]]:
@@ -230,10 +270,12 @@ def without_comments(text: str) -> str:
 def commands(page: Path) -> list[Command]:
     """Every statement of the page's bash blocks, with what the comments before the blocks declare."""
     found = []
-    for block in blocks((ROOT / page).read_text(encoding="utf-8")):
+    every = blocks((ROOT / page).read_text(encoding="utf-8"))
+    for block, following in zip(every, [*every[1:], None]):
         if block.language != "bash":
             continue
         found_here = statements(block.text)
+        promises = promised(following.text) if following is not None and following.language == "text" else ()
         plain = [_without_comment(text).strip() for _, text in found_here]
         for (offset, text), bare in zip(found_here, plain):
             needs, why, exits, stand_in, used = None, "", 0, None, []
@@ -251,11 +293,25 @@ def commands(page: Path) -> list[Command]:
                 else:
                     exits = int(declared["code"])
             command = Command(
-                page=page, line=block.line + 1 + offset, text=text, needs=needs, why=why, exits=exits, stand_in=stand_in
-            )
+                page=page, line=block.line + 1 + offset, text=text, needs=needs, why=why, exits=exits,
+                stand_in=stand_in, block=block.line, of_block=len(found_here), promises=promises,
+            )  # fmt: skip
             used += [old for old, _ in stand_in or () if old in text]
             found.append(replace(command, used=tuple(used)))
     return found
+
+
+@functools.cache
+def _promises() -> re.Pattern:
+    """What of the output on a page is a verdict and no number of a machine, as the newcomer's script has it."""
+    script = (ROOT / "scripts" / "newcomer.sh").read_text(encoding="utf-8")
+    found = re.search(r"^PROMISES = (\(.*?\))  # fmt: skip$", script, flags=re.M | re.S)
+    return re.compile("|".join(ast.literal_eval(found[1])))
+
+
+def promised(output: str) -> tuple[str, ...]:
+    """The verdicts in an output that a page prints; what is executed has to print lines that begin so."""
+    return tuple(match[0] for match in map(_promises().match, output.splitlines()) if match)
 
 
 def replacements(declared: re.Match) -> tuple[tuple[str, str], ...]:
@@ -322,15 +378,21 @@ def _bare(words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Prints how many commands the pages have, and of each that no test executes its page and the reason."""
+    """Prints how many commands the pages have, which no test executes and why, and which are shortened by what."""
     every = [command for page in english_pages() for command in commands(page)]
     count = Counter(command.executed for command in every)
     for command in every:
         if command.executed == "only parsed":
             print(f"{command.place}: needs {command.needs}: {command.why}: {command.text.splitlines()[0]}")
+        if command.shortened_by:
+            print(f"{command.place}: shortened by {command.shortened_by}: {command.text.splitlines()[0]}")
+    shortened = Counter(command.executed for command in every if command.shortened_by)
     print(
-        f"{len(every)} commands: {count['plainly'] + count['long']} executed, {count['engine']} where the engine is, "
-        f"{count['elsewhere']} by another test, {count['stand-in']} with a declared stand-in, "
+        f"{len(every)} commands: {count['plainly'] + count['long']} executed "
+        f"({shortened['plainly'] + shortened['long']} of them shortened), "
+        f"{count['engine']} where the engine is ({shortened['engine']} shortened), "
+        f"{count['elsewhere']} by another test, "
+        f"{count['stand-in']} with a declared stand-in ({shortened['stand-in']} shortened), "
         f"{count['only parsed']} only parsed"
     )
 

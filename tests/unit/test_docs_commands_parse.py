@@ -20,6 +20,8 @@ from docs_pages import (
     blocks,
     commands,
     english_pages,
+    main,
+    promised,
     replacements,
     saved_blocks,
     simple_commands,
@@ -310,6 +312,34 @@ def test_a_stand_in_is_read():
     assert Command(page=Path("page.md"), line=1, text="a b", needs="npu").executed == "only parsed"
     there = Command(page=Path("page.md"), line=1, text="a b", needs="elsewhere", why=f"a test; {proves}")
     assert (there.executed, dataclasses.replace(there, why="a test").executed) == ("stand-in", "elsewhere")
+
+
+def test_a_command_that_is_executed_shortened_is_counted_apart(capsys):
+    def shortened(text, **declared):
+        return Command(page=Path("page.md"), line=1, text=text, **declared).shortened_by
+
+    assert shortened("alignment dapo --config x.yaml") == "--executor inprocess trainer.total_training_steps=2"
+    assert shortened("alignment dapo --executor inprocess trainer.total_training_steps=2") == ""
+    assert shortened("alignment stress --minutes 30") == "--minutes=0.05"
+    assert shortened("alignment rollout") == shortened("alignment audit --list") == ""
+    assert shortened("alignment audit", needs="elsewhere", why="a test") == ""
+    assert shortened("alignment audit --device npu", needs="npu", stand_in=(("npu", "cpu"),)) == "--seeds 1"
+    main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if ": shortened by " in line]
+    counts = re.search(r"\((\d+) of them shortened\).*\((\d+) shortened\).*\((\d+) shortened\)", last).groups()
+    assert len(named) == sum(map(int, counts)) > 0
+
+
+def test_verdicts_are_read_from_the_output_that_stands_below_a_block():
+    caught = "3 of 3 defects caught, 3 placed right"
+    output = f"ALIGNED: 73 of 73 checks in 29 s\nfirst divergence: step 1, rollout 0.5\n{caught}, 0 false alarms"
+    assert promised(output) == ("ALIGNED:", "first divergence: step 1, rollout", caught)
+    assert promised("unit: 36 to do\n  ALIGNED: no\nNOT SHOWN TO BE ALIGNED: 1") == ()
+    compared = [c for c in commands(Path("docs/tutorial.md")) if c.text.startswith("alignment compare runs/good")]
+    assert [c.promises[:2] for c in compared] == [
+        ("first misaligned: step 1 rollout: first introduced divergence: model.layers.0.mlp", "MISALIGNED:")
+    ]
 
 
 def test_statements_are_complete():
