@@ -43,6 +43,7 @@ def record_baselines(
     from alignment.baseline.record import record
     from alignment.baseline.runs import PRESETS
     from alignment.baseline.store import BaselineStore
+    from alignment.report.progress import tasks
 
     known = sorted({entry.name for entry in SUBJECTS})
     for name in subject or ():
@@ -54,7 +55,12 @@ def record_baselines(
     wanted = PRESETS if _layer(layer) in (None, "e2e") and not subject else ()
     presets = [name for name in wanted if not case or name in case]
     patterns = [name for name in case or () if name not in PRESETS]
-    with one_thread():
+    with one_thread(), tasks(console_on(True), "recording", quiet=as_json) as working:
+
+        def told(line: str) -> None:
+            working(line)
+            say(console, line)
+
         cases = [] if layer == "e2e" or (case and not patterns) else find_cases(patterns, layer)
         if not cases and not presets:
             raise InputError("nothing is selected", where="baseline record", found=f"--case {case} --layer {layer}")
@@ -64,13 +70,12 @@ def record_baselines(
             # One that is named and absent is an error; the others are recorded where they are there.
             names = [e.name for e in made if (e.name in subject if subject else e.load().available(chosen).available)]
             if of_layer and names:
-                done = record(
-                    of_layer, chosen, BaselineStore(baseline), subjects=names, progress=lambda line: say(console, line)
-                )
+                working(f"{len(of_layer)} cases of layer {name}")
+                done = record(of_layer, chosen, BaselineStore(baseline), subjects=names, progress=told)
                 files += map(str, done.files)
                 changed += map(str, done.changes)
         if presets:
-            files += map(str, _record_runs(presets, chosen, baseline, lambda line: say(console, line)))
+            files += map(str, _record_runs(presets, chosen, baseline, told))
     if as_json:
         print(json.dumps({"files": files, "changes": changed}, indent=1))
         return
@@ -149,10 +154,11 @@ def verify_baselines(baseline: BaselineOption = BASELINES, as_json: JsonOption =
     """Are the stored files whole, do they belong to today's cases, do they still hold what the golden model computes?"""
     from alignment.baseline.store import BaselineStore
     from alignment.baseline.verify import verify
+    from alignment.report.progress import waiting
 
     if not baseline.is_dir():
         raise InputError("there is no such folder", where=baseline)
-    with one_thread():
+    with one_thread(), waiting(console_on(True), f"verifying {baseline}", quiet=as_json):
         found = verify(BaselineStore(baseline))
     errors = [f for f in found if f.severity == "error"]
     if as_json:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from alignment.cli.options import HtmlOption, JsonOption
+from alignment.cli.options import HtmlOption, JsonOption, console_on
 from alignment.cli.report import leave_answer
 from alignment.numerics.verdict import exit_code
 
@@ -71,25 +70,29 @@ def compare(
     from alignment.diagnose.capture_comparison import save_noise as write_noise
     from alignment.diagnose.names import NameMap
     from alignment.report.comparison_view import comparison_lines
+    from alignment.report.progress import tasks, waiting
 
     # rows by the ten thousand and no cycles among them: collecting finds nothing and takes a third of the time
     gc.disable()
     names = NameMap.parse(name_map or ())
     first, second = open_capture(golden, format=golden_format), open_capture(target, format=target_format)
     if save_noise is not None:
-        write_noise(learn_noise(first, second, names=names, into=load_noise(noise) if noise else None), save_noise)
+        with waiting(console_on(True), "learning noise", quiet=as_json):
+            learned = learn_noise(first, second, names=names, into=load_noise(noise) if noise else None)
+        write_noise(learned, save_noise)
         print(json.dumps({"noise": str(save_noise)}) if as_json else f"{save_noise}: noise of {golden} and {target}")
         raise typer.Exit(0)
-    comparison = compare_captures(
-        first,
-        second,
-        names=names,
-        noise=load_noise(noise) if noise else None,
-        stages=stage or (),
-        steps=step or (),
-        allow_missing=allow_missing or (),
-        progress=_progress if sys.stderr.isatty() and not as_json else None,
-    )
+    with tasks(console_on(True), "comparing", quiet=as_json) as progress:
+        comparison = compare_captures(
+            first,
+            second,
+            names=names,
+            noise=load_noise(noise) if noise else None,
+            stages=stage or (),
+            steps=step or (),
+            allow_missing=allow_missing or (),
+            progress=progress,
+        )
     document = comparison.to_dict()
     page = leave_answer(html, f"{target} against {golden}", comparison=document)
     if as_json:
@@ -98,10 +101,6 @@ def compare(
         for line in (*comparison_lines(comparison), *([f"as a page: {page}"] if page else [])):
             print(line)
     raise typer.Exit(exit_code(comparison.verdicts(device)))
-
-
-def _progress(line: str) -> None:
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _is_run(path: Path) -> bool:
@@ -143,15 +142,18 @@ def _compare_runs(
     from alignment.diagnose.names import NameMap
     from alignment.diagnose.whole_runs import compare_whole_runs
     from alignment.report.comparison_view import comparison_lines
+    from alignment.report.progress import tasks
 
-    found = compare_whole_runs(
-        golden,
-        target,
-        repeats=repeats or (),
-        names=NameMap.parse(name_map or ()),
-        noise=load_noise(noise) if noise else None,
-        allow_missing=allow_missing or (),
-    )
+    with tasks(console_on(True), "comparing", quiet=as_json) as progress:
+        found = compare_whole_runs(
+            golden,
+            target,
+            repeats=repeats or (),
+            names=NameMap.parse(name_map or ()),
+            noise=load_noise(noise) if noise else None,
+            allow_missing=allow_missing or (),
+            progress=progress,
+        )
     stages, first, comparison = found.stages, found.first, found.capture
     verdicts = found.verdicts(subject=str(target), device=device, baseline=str(golden))
     data = _finite(

@@ -23,10 +23,12 @@ def doctor(
 ) -> None:
     """Devices, implementations, engines, stack, switches and matching baselines; and why what is missing is missing."""
     from alignment.report.doctor import examine, print_examination
+    from alignment.report.progress import waiting
 
     if emulate_npu:
         install_emulated_npu()
-    found = examine(baseline)
+    with waiting(console_on(True), "looking at devices, engines and baselines", quiet=as_json):
+        found = examine(baseline)
     if as_json:
         print(json.dumps(found, indent=1, default=str))
     else:
@@ -44,8 +46,11 @@ def compare_engines_command(
     from rich.table import Table
 
     from alignment.backends.engine_comparison import ENGINES, compare_engines
+    from alignment.report.progress import waiting
 
-    rows = compare_engines(tuple(engine or ENGINES), model=model, ranks=ranks, device=device)
+    chosen = tuple(engine or ENGINES)
+    with waiting(console_on(True), f"a step of {', '.join(chosen)}", quiet=as_json):
+        rows = compare_engines(chosen, model=model, ranks=ranks, device=device)
     if as_json:
         print(json.dumps([row.to_dict() for row in rows], indent=1))
         return

@@ -48,6 +48,7 @@ def stress(
     from alignment.diagnose import stress_cards
     from alignment.diagnose.stress import judge, summary
     from alignment.faults.injection import WORKER_SETUP, active
+    from alignment.report.progress import waiting
     from alignment.report.run_directory import finite
     from alignment.report.terminal import print_verdicts
 
@@ -63,7 +64,7 @@ def stress(
             found=f"{device} with {'--ray' if ray is not None else f'--workers {workers}'}",
         )
     console = console_on(as_json)
-    with active(fault or []), console.status("the same job on every card"):
+    with active(fault or []), waiting(console_on(True), "the same job on every card", quiet=as_json):
         if ray is not None:
             records, lost = stress_cards.on_a_cluster(
                 kind,

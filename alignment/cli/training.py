@@ -104,6 +104,7 @@ def rollout(
     """The rollout stage alone: bring up the engine, show what it generates, say whether the text is garbled."""
     from alignment.baseline.runs import torch_name
     from alignment.faults.injection import active, faults_and_overrides
+    from alignment.report.progress import waiting
     from alignment.report.rollout_view import rollout_command
     from alignment.report.run_directory import finite
     from alignment.rl.config import load_config
@@ -111,9 +112,11 @@ def rollout(
     faults, changes = faults_and_overrides(overrides, fault)
     settings = load_config(config, changes)
     chosen = find_device(settings.trainer.device if device == "auto" else device, emulate_npu)
-    emit = (lambda line: None) if as_json else print
-    with active(faults), one_thread():
-        result = rollout_command(settings, prompts=prompts, device=torch_name(chosen), emit=emit)
-    if as_json:
+    shown: list[str] = []
+    with active(faults), one_thread(), waiting(console_on(True), f"answering {prompts} prompts", quiet=as_json):
+        result = rollout_command(settings, prompts=prompts, device=torch_name(chosen), emit=shown.append)
+    if not as_json:
+        print("\n".join(shown))
+    else:
         print(json.dumps({"verdicts": [finite(v.to_dict()) for v in result.verdicts]}, indent=1))
     raise typer.Exit(exit_code(result.verdicts))

@@ -67,13 +67,15 @@ def read_verl(
     as_json: JsonOption = False,
 ) -> None:
     """Read the output folder of a verl run into a run directory of this project's form."""
+    from alignment.report.progress import waiting
     from alignment.report.run_directory import new_run_directory
     from alignment.rl.verl_record import record_verl_run
 
     directory = run_dir or new_run_directory(RUNS)
     if (directory / "run.json").exists():
         raise InputError("the directory already holds a run", where=directory, next_step="name another --run-dir")
-    output = record_verl_run(folder, directory, device=device)
+    with waiting(console_on(True), f"reading {folder}", quiet=as_json):
+        output = record_verl_run(folder, directory, device=device)
     found = {
         "run": str(directory),
         "metrics_from": output.origin,

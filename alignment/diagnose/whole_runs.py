@@ -9,7 +9,7 @@ difference of the gradients, a loss and an entropy by that of the model's output
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,9 +67,10 @@ def compare_whole_runs(
     names: NameMap | None = None,
     noise: NoiseModel | None = None,
     allow_missing: Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
 ) -> WholeRuns:
     """Judges one run by another, see :func:`~alignment.diagnose.run_stages.compare_runs` and
-    :func:`~alignment.diagnose.capture_comparison.compare_captures`.
+    :func:`~alignment.diagnose.capture_comparison.compare_captures`, which ``progress`` is told of.
 
     Raises:
         InputError: a run or a capture that cannot be read, or two that have nothing in common.
@@ -85,7 +86,9 @@ def compare_whole_runs(
         every = sorted({*readers[0].steps(), *readers[1].steps()})
         steps = [step for step in every if parted is None or step < parted]
         if steps:
-            capture = compare_captures(*readers, names=names, noise=noise, steps=steps, allow_missing=allow_missing)
+            capture = compare_captures(
+                *readers, names=names, noise=noise, steps=steps, allow_missing=allow_missing, progress=progress
+            )
             stages = [_settled(stage, capture, first) for stage in stages]
     end = next((i for i, stage in enumerate(stages) if stage.outcome is Outcome.FAIL), len(stages))
     return WholeRuns(stages=stages[: end + 1], capture=capture, parted=parted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -115,7 +116,8 @@ def tasks(console: Console, text: str, *, quiet: bool) -> Iterator[Callable[[str
         yield lambda what: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    # What is printed meanwhile goes above the spinner, but not away from a file that standard output is.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty()) as bars:
         task = bars.add_task(text, total=None)
         yield lambda what: bars.update(task, description=f"{text}: {what}")
 

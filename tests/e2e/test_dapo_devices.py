@@ -107,7 +107,9 @@ def test_metrics_are_held_to_what_was_captured_and_a_step_that_is_missing_is_nam
     shutil.copytree(on_the_cpu, copy)
     about = json.loads((copy / "run.json").read_text())
     (copy / "run.json").write_text(json.dumps({**about, "device": "elsewhere"}))
-    assert compare_whole_runs(on_the_cpu, copy).first is None
+    told: list[str] = []
+    assert compare_whole_runs(on_the_cpu, copy, progress=told.append).first is None
+    assert told[0] == "step 1 rollout" and "step 2 update_actor" in told
     steps = [json.loads(line) for line in (copy / METRICS).read_text().splitlines()]
     steps[1]["actor/grad_norm"] *= 1.01
     (copy / METRICS).write_text("".join(json.dumps(step) + "\n" for step in steps))

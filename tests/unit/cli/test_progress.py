@@ -48,7 +48,48 @@ LONG = {
         "alignment.weights.fp8.convert_fp8_checkpoint", sizes, ("checkpoint", "fp8-to-bf16", "SOURCE", "TARGET")
     ),
     "bisect": ("alignment.bisect.bisection.carry_out", lines, ("bisect", "run")),
+    "compare": ("alignment.diagnose.capture_comparison.compare_captures", lines, ("compare", "GOLDEN", "TARGET")),
+    "compare runs": ("alignment.diagnose.whole_runs.compare_whole_runs", lines, ("compare", "GOLDEN", "TARGET")),
+    "baseline record": (
+        "alignment.baseline.record.record", lines, ("baseline", "record", "--layer", "unit", "--subject", "torch")
+    ),
 }  # fmt: skip
+
+
+def begun(*arguments, **others):
+    raise Enough("enough")
+
+
+WAITING = {
+    "compare-engines": (
+        "alignment.backends.engine_comparison.compare_engines", ("compare-engines", "--engine", "golden"),
+        "a step of golden",
+    ),
+    "baseline verify": ("alignment.baseline.verify.verify", ("baseline", "verify"), "verifying "),
+    "rollout": ("alignment.report.rollout_view.rollout_command", ("rollout", "--device", "cpu"), "answering 4 prompts"),
+    "doctor": ("alignment.report.doctor.examine", ("doctor",), "looking at devices, engines and baselines"),
+    "read-verl": ("alignment.rl.verl_record.record_verl_run", ("read-verl", "FOLDER"), "reading FOLDER"),
+    "stress": (
+        "alignment.diagnose.stress_cards.on_this_machine", ("stress", "--device", "cpu", "--workers", "1"),
+        "the same job on every card",
+    ),
+    "compare --save-noise": (
+        "alignment.diagnose.capture_comparison.learn_noise", ("compare", "GOLDEN", "TARGET", "--save-noise", "NOISE"),
+        "learning noise",
+    ),
+}  # fmt: skip
+"""Commands that cannot say how far they are: a spinner with what they do, and the time."""
+
+
+def invoked(name: str, monkeypatch, arguments, **environment: str):
+    for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    if name.startswith("compare") and name != "compare-engines":
+        monkeypatch.setattr("alignment.capture.readers.open_capture", lambda path, format=None: path)
+        monkeypatch.setattr("alignment.cli.compare._is_run", lambda path: name == "compare runs")
+    shown = CliRunner().invoke(app, list(arguments), env={"TERM": "xterm-256color", **environment})
+    assert isinstance(shown.exception, Enough), shown.exception
+    return shown
 
 
 def told(name, monkeypatch, tmp_path, *more: str, **environment: str) -> str:
@@ -59,13 +100,14 @@ def told(name, monkeypatch, tmp_path, *more: str, **environment: str) -> str:
         "checkpoint cut": (),
         "checkpoint fp8-to-bf16": (),
         "memory profile": ("--device", "cpu"),
+        "compare": (),
+        "compare runs": (),
+        "baseline record": ("--device", "cpu"),
     }
     arguments = [*arguments, *own.get(name, ("--device", "cpu", "--run-dir", str(tmp_path / "run"))), *more]
-    for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(variable, raising=False)
-    shown = CliRunner().invoke(app, arguments, env={"TERM": "xterm-256color", **environment})
-    assert isinstance(shown.exception, Enough), shown.exception
-    assert WORK not in shown.stdout
+    shown = invoked(name, monkeypatch, arguments, **environment)
+    # What is recorded is said as a line too, which is part of the answer.
+    assert WORK not in shown.stdout or name == "baseline record"
     return shown.stderr
 
 
@@ -81,3 +123,25 @@ def test_no_color_takes_the_colours_and_json_the_progress(name, monkeypatch, tmp
     plain = told(name, monkeypatch, tmp_path, FORCE_COLOR="1", NO_COLOR="1")
     assert WORK in plain and ELAPSED.search(plain) and not COLOUR.search(plain)
     assert not ELAPSED.search(told(name, monkeypatch, tmp_path, "--json", FORCE_COLOR="1"))
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_command_of_unknown_length_shows_that_it_lives_on_a_terminal_only(name, monkeypatch):
+    place, arguments, doing = WAITING[name]
+    monkeypatch.setattr(place, begun)
+    live = invoked(name, monkeypatch, arguments, FORCE_COLOR="1")
+    assert doing in live.stderr and ELAPSED.search(live.stderr) and doing not in live.stdout
+    for more, environment in (([], {}), (["--json"], {"FORCE_COLOR": "1"})):
+        silent = invoked(name, monkeypatch, [*arguments, *more], **environment)
+        assert not ELAPSED.search(silent.stderr) and doing not in silent.output
+
+
+def test_what_is_printed_under_a_spinner_reaches_the_file_that_output_is(capsys):
+    from rich.console import Console
+
+    from alignment.report.progress import waiting
+
+    with waiting(Console(stderr=True, force_terminal=True), "at work", quiet=False):
+        print("a line of the answer")
+    out, error = capsys.readouterr()
+    assert out == "a line of the answer\n" and "at work" in error and "a line" not in error
