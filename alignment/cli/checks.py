@@ -73,7 +73,7 @@ def run(
         ).checked()
         setting = setting.in_directory(new_run_directory(RUNS, requested=run_dir))
         console = console_on(as_json)
-        with suite_progress(console, quiet=as_json) as progress:
+        with suite_progress(console_on(True), quiet=as_json) as progress:
             verdicts = run_suite(setting, progress)
     code = exit_code(verdicts, require=require)
     if not as_json:

@@ -89,7 +89,7 @@ def gkd(
         )
 
     verdicts = []
-    with active(faults), one_thread(), training_progress(console, quiet=as_json) as progress:
+    with active(faults), one_thread(), training_progress(console_on(True), quiet=as_json) as progress:
         if baseline is None:
             results = [run(settings, 0)]
         else:

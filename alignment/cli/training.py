@@ -69,7 +69,7 @@ def dapo(
     directory = run_dir or new_run_directory(RUNS)
     observers = [capture_observer(captures, directory)] if captures is not None else []
     console = console_on(as_json)
-    with active(faults), one_thread(), training_progress(console, quiet=as_json) as progress:
+    with active(faults), one_thread(), training_progress(console_on(True), quiet=as_json) as progress:
         result = run_dapo(
             settings,
             run_dir=directory,

@@ -47,7 +47,7 @@ def dapo_with_verl(
     if (directory / "run.json").exists():
         raise InputError("the directory already holds a run", where=directory, next_step="name another --run-dir")
     console = console_on(as_json)
-    with training_progress(console, quiet=as_json) as progress:
+    with training_progress(console_on(True), quiet=as_json) as progress:
         result = run_verl(config, overrides, run_dir=directory, device=chosen.kind, progress=progress)
     page = leave_page(result.directory)
     if as_json:

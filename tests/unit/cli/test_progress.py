@@ -29,12 +29,22 @@ def steps(*arguments, progress, **others):
     raise Enough("enough")
 
 
+def parts(setting, progress):
+    progress.begin("training", 7)
+    progress.note(WORK)
+    raise Enough("enough")
+
+
 def sizes(*arguments, progress, **others):
     progress(WORK, 3, 7)
     raise Enough("enough")
 
 
 LONG = {
+    "run": ("alignment.baseline.suite.run_suite", parts, ("run",)),
+    "dapo": ("alignment.rl.run.run_dapo", steps, ("dapo",)),
+    "dapo engine=verl": ("alignment.rl.verl_run.run_verl", steps, ("dapo", "engine=verl")),
+    "gkd": ("alignment.rl.gkd_run.run_gkd", steps, ("gkd",)),
     "ablate": ("alignment.rl.run.run_dapo", steps, ("ablate", "--factor", "nondeterministic")),
     "replay": ("alignment.rl.run.run_dapo", steps, ("replay", "--steps", "3")),
     "communication": ("alignment.diagnose.communication.one_against_many", lines, ("communication",)),
@@ -106,6 +116,7 @@ def told(name, monkeypatch, tmp_path, *more: str, **environment: str) -> str:
     }
     arguments = [*arguments, *own.get(name, ("--device", "cpu", "--run-dir", str(tmp_path / "run"))), *more]
     shown = invoked(name, monkeypatch, arguments, **environment)
+    assert "to do" not in shown.stdout
     # What is recorded is said as a line too, which is part of the answer.
     assert WORK not in shown.stdout or name == "baseline record"
     return shown.stderr
@@ -116,6 +127,13 @@ def test_a_long_command_shows_its_progress_on_a_terminal_only(name, monkeypatch,
     live = told(name, monkeypatch, tmp_path, FORCE_COLOR="1")
     assert WORK in live and ELAPSED.search(live) and COLOUR.search(live)
     assert not ELAPSED.search(told(name, monkeypatch, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["run", "dapo", "dapo engine=verl", "gkd"])
+def test_what_a_log_is_told_of_a_training_is_not_part_of_the_answer(name, monkeypatch, tmp_path):
+    """``told`` reads standard error; standard output has the table and nothing above it."""
+    assert "training: 7 to do" in told(name, monkeypatch, tmp_path)
+    assert "to do" not in told(name, monkeypatch, tmp_path, "--json")
 
 
 @pytest.mark.parametrize("name", LONG)
