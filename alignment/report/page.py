@@ -301,6 +301,7 @@ def _row(verdict: Verdict) -> dict[str, Any]:
         "subject": verdict.subject,
         "outcome": verdict.outcome.value,
         "budget": percent_of_budget(verdict.worst),
+        "worst": _measured(verdict.worst) if verdict.worst else "",
         "reason": verdict.reason,
     }
 

@@ -147,6 +147,23 @@ def test_a_gate_that_measured_nothing_says_so(tmp_path):
     assert (row["deficit"], row["bound"], row["p_value"]) == ("not measured", "", "not measured")
 
 
+def test_the_worst_quantity_is_there_without_a_mouse(tmp_path):
+    """In the cell of the heat map for who reads aloud, and in the table of every check for everyone."""
+    sizes = {"output relative_l2": 0.25, "grad.x max_abs": 0.5}
+    found = [
+        verdict(f"unit/rope-{number}", Outcome.PASS, measures=(Measure(name=name, value=value, bound=1.0),))
+        for number, (name, value) in enumerate(sizes.items())
+    ]
+    write_verdicts(tmp_path, [*found, verdict("unit/none", Outcome.UNAVAILABLE, reason="no kernel", measures=())])
+    rows = {row["check"]: row["worst"] for row in gather(tmp_path)["checks"]}
+    assert rows == {"unit/rope-0": "output relative_l2 = 0.25", "unit/rope-1": "grad.x max_abs = 0.5", "unit/none": ""}
+    text = write_page([tmp_path], tmp_path / "page.html").read_text()
+    seen = re.findall(r"<td>([^<]*)</td><td>within its budget</td>|<span class=.unseen.>([^<]*)</span>", text)
+    cells = [there or told for there, told in seen]
+    assert cells[:2] == [", worst: grad.x max_abs = 0.5", ", worst: no kernel"], "the worst of two checks in one cell"
+    assert cells[2:] == ["output relative_l2 = 0.25", "grad.x max_abs = 0.5"]
+
+
 def test_a_run_without_provenance_says_so(run, tmp_path):
     said = "The provenance of this run is not stored."
     assert said not in parsed(write_page([run], tmp_path / "page.html")).text
