@@ -1,11 +1,16 @@
 """Executes the install steps of a container recipe where there is no container engine::
 
     python ci/containers/try_recipe.py cpu --into DIR [--system]
+    python ci/containers/try_recipe.py cuda --into DIR --resolve
 
 A fresh virtual environment stands for the base image and ``DIR/opt`` for ``/opt``; the files git knows are the build
 context. Steps that install packages of the system run with ``--system`` only (as root, on Debian). It says of every
 step whether it was executed, and stops at the first that fails. It shows that the steps work, not that the base image
 does.
+
+With ``--resolve`` pip looks every pin up in its index, for this machine and this Python, and installs none
+(``pip install --dry-run``): a release that is gone or has no file for them fails the step. Nothing is built from source
+that has a wheel, nothing taken from a repository, and nothing executed that needs the installed packages.
 """
 
 from __future__ import annotations
@@ -36,6 +41,14 @@ def build_arguments(recipe: str) -> dict[str, str]:
         if f"ci/containers/{recipe}.Containerfile" in text:
             return dict(re.findall(r"--build-arg (\w+)=([^\s\"$]+)", text))
     raise SystemExit(f"no row is built by the recipe {recipe}")
+
+
+def resolving(command: str) -> str:
+    """What of a RUN an index can answer: its installations of pins, without installing, and of wheels alone."""
+    parts = [part.strip() for part in command.split("&&")]
+    asked = [part for part in parts if "pip install" in part and "-e" not in part.split()]
+    dry = " && ".join(asked).replace("pip install", "pip install --quiet --dry-run")
+    return re.sub(r" --no-binary \S+", "", dry)
 
 
 class Sandbox:
@@ -69,7 +82,7 @@ class Sandbox:
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to)
 
-    def step(self, instruction: str, rest: str, *, system: bool) -> str:
+    def step(self, instruction: str, rest: str, *, system: bool, resolve: bool = False) -> str:
         """Carries out one instruction; says what was done with it."""
         if instruction == "ARG":
             name, _, default = rest.partition("=")
@@ -91,11 +104,15 @@ class Sandbox:
             return "not executed: nothing to install"
         if "apt-get" in rest and not system:
             return "not executed: packages of the system, which --system installs"
+        if resolve:
+            rest = resolving(rest)
+            if not rest:
+                return "not executed: it takes more than an index"
         command = self.here(rest)
         environ = {**self.environ, **self.arguments}
         if subprocess.run(["bash", "-euo", "pipefail", "-c", command], cwd=self.directory, env=environ).returncode:
             raise SystemExit(f"failed: RUN {rest}")
-        return "executed"
+        return "resolved, not installed" if resolve else "executed"
 
 
 def main(arguments: list[str]) -> int:
@@ -103,13 +120,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("recipe", help="name of a Containerfile")
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet")
     parser.add_argument("--system", action="store_true", help="install packages of the system too")
+    parser.add_argument("--resolve", action="store_true", help="look the pins up in the package index, install none")
     options = parser.parse_args(arguments)
     options.into.mkdir(parents=True)
     text = (ROOT / "ci" / "containers" / f"{options.recipe}.Containerfile").read_text(encoding="utf-8")
     sandbox = Sandbox(options.into.resolve(), build_arguments(options.recipe))
     for instruction, rest in instructions(text):
         began = time.monotonic()
-        done = sandbox.step(instruction, rest, system=options.system)
+        done = sandbox.step(instruction, rest, system=options.system, resolve=options.resolve)
         print(f"{instruction} {' '.join(rest.split())[:100]}: {done} ({time.monotonic() - began:.0f} s)", flush=True)
     return 0
 

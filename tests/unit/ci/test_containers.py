@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import zipfile
 
 import pytest
 from ci_folder import CI, nightly, script, tool
@@ -11,6 +12,7 @@ from ci_folder import CI, nightly, script, tool
 from alignment.bisect.stack import load_stack
 
 check_stack = script("check_stack")
+try_recipe = script("containers/try_recipe")
 render, MATRIX, SITE = nightly()
 TARGETS = render.targets(MATRIX, SITE)
 RECIPES = sorted((CI / "containers").glob("*.Containerfile"))
@@ -111,6 +113,51 @@ def test_the_check_fails_an_image_of_the_wrong_stack(tmp_path, capsys):
     path.write_text('schema: 1\ncomponents: {torch: "1.0.0"}\n')
     assert check_stack.main([str(path)]) == 1
     assert re.search(r"torch: expected 1\.0\.0, found \d", capsys.readouterr().err)
+
+
+def steps_of(recipe):
+    text = (CI / "containers" / f"{recipe}.Containerfile").read_text(encoding="utf-8")
+    return [rest for instruction, rest in try_recipe.instructions(text) if instruction == "RUN"]
+
+
+@pytest.mark.parametrize(
+    "recipe, not_asked",
+    [("cuda", ["apt-get", "pip install --no-deps --no-build"]), ("atlas", ["apt-get", "git+", "--no-build"])],
+)
+def test_of_a_recipe_its_pins_are_looked_up_and_installed_nowhere(recipe, not_asked):
+    asked = [try_recipe.resolving(step) for step in steps_of(recipe)]
+    (pins,) = filter(None, asked)
+    torch, rest = pins.split(" && ")
+    assert "pip install --quiet --dry-run" in torch and torch.endswith('"$(grep \'^torch==\' /opt/requirements.txt)"')
+    assert rest.endswith("pip install --quiet --dry-run --no-deps -r /opt/requirements.txt")
+    left = [step for step, dry in zip(steps_of(recipe), asked) if not dry]
+    assert [word for word in not_asked if not any(word in step for step in left)] == [] and len(left) == len(not_asked)
+
+
+@pytest.mark.parametrize("release, ends", [("1.0", "resolved, not installed"), ("2.0", "failed: RUN pip install")])
+def test_a_pin_that_the_index_does_not_have_fails_the_step(release, ends, tmp_path, monkeypatch):
+    wheel = tmp_path / "torch-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("torch-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+        archive.writestr("torch-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("torch-1.0.dist-info/RECORD", "")
+    # The folder with that wheel in the place of the package index.
+    config = tmp_path / "pip.conf"
+    config.write_text(f"[install]\nno-index = true\nfind-links = {tmp_path}\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    sandbox = try_recipe.Sandbox(tmp_path / "try", {})
+    sandbox.folder.joinpath("opt").mkdir()
+    sandbox.folder.joinpath("opt", "requirements.txt").write_text(f"torch=={release}\n")
+    (step,) = (step for step in steps_of("cuda") if "^torch==" in step)
+    try:
+        said = sandbox.step("RUN", step, system=False, resolve=True)
+    except SystemExit as error:
+        said = str(error)
+    assert said.startswith(ends)
+    listed = subprocess.run(
+        [sandbox.folder / "venv" / "bin" / "pip", "list", "--format=freeze"], capture_output=True, text=True, check=True
+    )
+    assert "torch" not in listed.stdout
 
 
 def test_the_stacks_go_together():
