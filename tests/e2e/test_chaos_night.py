@@ -293,8 +293,9 @@ class Chaos:
         return False
 
 
-def chaos(four_nodes, phases, tmp_path, names: list[str]) -> Told:
-    phases = {name: dict(phases[name]) for name in names}
+def chaos(four_nodes, phases, tmp_path, names: list[str], more: dict | None = None) -> Told:
+    """A night that loses a node in each of its phases, and then carries out those of ``more`` on whole nodes."""
+    phases = {name: dict(phases[name]) for name in names} | (more or {})
     # Long enough that something is left to do when its node dies.
     phases["dapo"]["command"] = [*phases["dapo"]["command"], "trainer.total_training_steps=400"]
     del phases["dapo"]["steps"]
@@ -316,8 +317,8 @@ def printed_on_nodes(told: Told, phase: str) -> list[str]:
     return [path.read_text() if path.is_file() else "" for path in paths]
 
 
-def assert_every_phase_lost_a_node(told: Told, names: list[str]) -> None:
-    assert (told.code, told.printed["outcome"], told.printed["action"]) == (3, "error", "page")
+def assert_every_phase_lost_a_node(told: Told, names: list[str], verdict=(3, "error", "page")) -> None:
+    assert (told.code, told.printed["outcome"], told.printed["action"]) == verdict
     for name in names:
         outcome, stage, cause = told.phase(name)
         assert (outcome, stage) == ("error", "environment"), name
@@ -329,7 +330,7 @@ def assert_every_phase_lost_a_node(told: Told, names: list[str]) -> None:
     assert (told.folder / "dapo" / "run" / "metrics.jsonl").read_text().count("\n") > 1
     assert "the node was lost" in (told.folder / "report.html").read_text()
     (kept,) = History(told.folder.parent / "h.sqlite").nights()
-    assert kept.outcome == "error" and not kept.counts
+    assert kept.outcome == verdict[1] and not kept.counts
 
 
 def test_a_node_killed_in_the_training_and_in_the_stress_is_named_and_never_green(four_nodes, phases, tmp_path):
@@ -338,8 +339,23 @@ def test_a_node_killed_in_the_training_and_in_the_stress_is_named_and_never_gree
 
 
 @pytest.mark.slow
-def test_a_node_killed_in_every_phase(four_nodes, phases, tmp_path):
-    assert_every_phase_lost_a_node(chaos(four_nodes, phases, tmp_path, list(phases)), list(phases))
+def test_a_node_killed_in_every_phase_of_a_night_with_a_full_disk_and_damaged_evidence(
+    four_nodes, phases, clean, tmp_path
+):
+    """One night with all of it: each is named in its phase, and what was found outweighs what could not be said."""
+    run = clean.folder / "dapo" / "run"
+    broken = {
+        "full": quick(["fill", "NIGHT_DISK", "200000"], where="every-node"),
+        "nan": damage("nan", "training", run),
+        "truncated": damage("truncated", "capture", clean.folder / "capture" / "run" / "capture"),
+    }
+    told = chaos(four_nodes, phases, tmp_path, list(phases), broken)
+    assert_every_phase_lost_a_node(told, list(phases), verdict=(1, "fail", "page"))
+    assert told.printed["cause"].startswith("nan: new: nan/metrics are finite: actor/grad_norm is nan")
+    assert told.phase("nan")[:2] == ("fail", "new")
+    for name, words in {"full": "No space left on device", "truncated": ".safetensors"}.items():
+        outcome, stage, cause = told.phase(name)
+        assert (outcome, stage) == ("error", "environment") and words in cause, (name, cause)
 
 
 def test_a_cluster_that_lacks_a_node_is_no_environment_for_a_night(four_nodes, tmp_path):
@@ -362,6 +378,11 @@ def quick(command: list, **more) -> dict:
     return {"command": ["python", FAULTS, *command], "timeout_minutes": 5, "leaves": {"document": "stdout.txt"}, **more}
 
 
+def damage(fault: str, kind: str, source: Path) -> dict:
+    command = ["python", FAULTS, "damaged", str(source), "{out}/it", fault]
+    return {"command": command, "timeout_minutes": 5, "leaves": {kind: ["it"]}}
+
+
 def test_a_full_disk_of_one_node_is_named(four_nodes, small_disk, tmp_path):
     four_nodes.mended()
     phases = {"full": quick(["fill", "NIGHT_DISK", "200000"], where="every-node")}
@@ -380,12 +401,8 @@ def test_a_full_disk_of_one_node_is_named(four_nodes, small_disk, tmp_path):
 def test_damaged_evidence_is_found_and_named(clean, tmp_path):
     training, capture = clean.folder / "dapo" / "run", clean.folder / "capture" / "run" / "capture"
 
-    def damage(fault: str, kind: str = "training", source: Path = training) -> dict:
-        command = ["python", FAULTS, "damaged", str(source), "{out}/it", fault]
-        return {"command": command, "timeout_minutes": 5, "leaves": {kind: ["it"]}}
-
     phases = {
-        **{fault: damage(fault) for fault in ("none", "nan", "short", "empty", "unnamed")},
+        **{fault: damage(fault, "training", training) for fault in ("none", "nan", "short", "empty", "unnamed")},
         "whole": damage("none", "capture", capture),
         "truncated": damage("truncated", "capture", capture),
     }
