@@ -69,7 +69,7 @@ def ablate(
     from alignment.faults.injection import active, faults_and_overrides
     from alignment.report.ablation_page import ABLATION
     from alignment.report.progress import training_progress
-    from alignment.report.run_directory import finite, new_run_directory
+    from alignment.report.run_directory import finite, new_run_directory, write_training_provenance
     from alignment.rl.config import load_config
     from alignment.rl.run import located, run_dapo
 
@@ -136,6 +136,8 @@ def ablate(
             "other_prompts": others,
         }
     )
+    # What the arms change against the base is told beside their effects.
+    write_training_provenance(directory, chosen, of=folder(frozenset(), numbers[0]))
     page = leave_page(directory, answers={ABLATION: {**document, "curves": finite(curves)}})
     if as_json:
         print(json.dumps({**document, "page": page and str(page)}))
@@ -180,7 +182,7 @@ def replay(
     from alignment.faults.injection import active
     from alignment.report.progress import tasks
     from alignment.report.replay_page import REPLAY
-    from alignment.report.run_directory import finite, new_run_directory
+    from alignment.report.run_directory import finite, new_run_directory, write_training_provenance
     from alignment.rl.config import load_config
     from alignment.rl.run import read_run, run_dapo
 
@@ -214,6 +216,7 @@ def replay(
             )
     document = finite({"device": chosen.label, **found.to_dict()})
     drawn = finite([vars(curve) for curve in found.curves])
+    write_training_provenance(directory, chosen, of=directory / "replay")
     page = leave_page(directory, answers={REPLAY: {**document, "curves": drawn}})
     if as_json:
         print(json.dumps({**document, "page": page and str(page)}, indent=1))

@@ -55,13 +55,14 @@ def write_stack(directory: Path) -> Path:
     return directory / STACK
 
 
-def write_training_provenance(directory: Path, device: Device) -> Path:
+def write_training_provenance(directory: Path, device: Device, *, of: Path | None = None) -> Path:
     """Writes ``provenance.json`` of a training run that has ended, with the machine its workers found and the switches
     they hold to; of the rest, what holds for this process.
 
     Args:
-        directory: of the run, with its ``config.json`` and ``run.json``.
-        device: the device that it was asked to use.
+        directory: where it is written.
+        device: the device that the run was asked to use.
+        of: folder of the run, with its ``config.json`` and ``run.json``; ``directory`` by default.
 
     Raises:
         InputError: the run does not say what it was.
@@ -71,7 +72,8 @@ def write_training_provenance(directory: Path, device: Device) -> Path:
     from alignment.rl.config import flatten
     from alignment.rl.run import CONFIG
 
-    about, config = read_json(directory / RUN), flatten(read_json(directory / CONFIG))
+    folder = of or directory
+    about, config = read_json(folder / RUN), flatten(read_json(folder / CONFIG))
     hashes = {name.removesuffix("_hash"): value for name, value in about["provenance"].items()}
     made = provenance_of(device, hashes=hashes).to_dict() | {"fingerprint": stored_fingerprint(about)}
     if config["trainer.deterministic"]:

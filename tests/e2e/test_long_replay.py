@@ -60,12 +60,14 @@ def test_a_bar_that_noise_drowns_is_said_to_be(monkeypatch, tmp_path):
     """As people see it; the numbers are those of a replay that was not made."""
     from alignment.cli import experiments
     from alignment.diagnose import long_replay
+    from alignment.report import run_directory
     from alignment.rl import run
 
     drowned = LongReplay(steps=2, drifts=(drift(METRICS[0], BAR, 2 * BAR), drift(METRICS[1], BAR, BAR)))
     monkeypatch.setattr(long_replay, "long_replay", lambda *arguments, **keywords: drowned)
     monkeypatch.setattr(run, "read_run", lambda directory: type("Run", (), {"metrics": []}))
     monkeypatch.setattr(experiments, "_recorded", lambda directory: directory)
+    monkeypatch.setattr(run_directory, "write_training_provenance", lambda directory, device, of: None)
     shown = CliRunner().invoke(app, ["replay", "--record", str(tmp_path), "--device", "cpu", "--run-dir", str(tmp_path)])
     assert shown.exit_code == 0, shown.output
     assert f"one unit in the last place alone makes {2 * BAR:.2e} of the loss" in shown.output
@@ -96,6 +98,7 @@ def test_a_replay_of_the_same_device_is_inside_and_a_fault_is_outside(tmp_path):
     assert told["error"] == norm["error"] == 0.0 and 0.0 < norm["envelope"] < BAR
     page = tmp_path / "run" / "report.html"
     assert told["page"] == str(page) and "ALIGNED: 3 replayed steps on cpu stay within their bounds" in page.read_text()
+    assert json.loads((page.parent / "provenance.json").read_text())["fingerprint"]["label"] == "cpu"
     _, drawn = json.loads((page.parent / "replay.json").read_text())["curves"]
     assert drawn["envelope"][-1] == norm["envelope"] and drawn["drift"] == [0.0] * 3 and len(drawn["noise"]) == 2
     outside = replayed(

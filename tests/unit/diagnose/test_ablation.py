@@ -294,7 +294,10 @@ def test_the_command_runs_every_setting(tmp_path):
     document = json.loads(shown.stdout)
     assert [effect["name"] for effect in document["effects"]] == ["temperature"]
     assert len(document["levels"]) == 4
-    assert {p.name for p in (tmp_path / "run").iterdir()} == {"ablation.json", "base", "report.html", "temperature"}
+    left = {"ablation.json", "base", "provenance.json", "report.html", "temperature"}
+    assert {p.name for p in (tmp_path / "run").iterdir()} == left
+    made = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert made["fingerprint"]["label"] == "cpu" and made["commit"]
     assert document["page"] == str(tmp_path / "run" / "report.html")
     kept = json.loads((tmp_path / "run" / "ablation.json").read_text())
     assert {key: kept[key] for key in document if key != "page"} == {k: v for k, v in document.items() if k != "page"}
