@@ -270,7 +270,6 @@ def _finding(verdict: Verdict) -> dict[str, Any]:
     worst = verdict.worst
     return {
         **_row(verdict),
-        "device": verdict.device,
         "stage": verdict.stage,
         "path": _path(verdict),
         "detail": verdict.where.detail if verdict.where else "",
@@ -299,6 +298,7 @@ def _row(verdict: Verdict) -> dict[str, Any]:
     return {
         "check": verdict.check,
         "subject": verdict.subject,
+        "device": verdict.device,
         "outcome": verdict.outcome.value,
         "budget": percent_of_budget(verdict.worst),
         "worst": _measured(verdict.worst) if verdict.worst else "",

@@ -17,11 +17,12 @@ from alignment.cli.report import leave_page
 from alignment.errors import InputError
 from alignment.files import write_json
 from alignment.numerics.verdict import Divergence, Measure, Outcome, Verdict
-from alignment.report.page import GAP, embedded, gather, write_page
+from alignment.report.page import GAP, embedded, gather, write_answer, write_page
 from alignment.report.run_directory import write_verdicts
 
 # A page has to open in two seconds with this many steps and metrics, and stay below this size: the project's bars.
 STEPS, METRIC_COUNT, MOST_BYTES = 200, 100, 6_000_000
+EMULATED = "npu (emulated)"
 STORED = Path(__file__).parents[3] / "baselines"
 
 
@@ -162,6 +163,12 @@ def test_the_worst_quantity_is_there_without_a_mouse(tmp_path):
     cells = [there or told for there, told in seen]
     assert cells[:2] == [", worst: grad.x max_abs = 0.5", ", worst: no kernel"], "the worst of two checks in one cell"
     assert cells[2:] == ["output relative_l2 = 0.25", "grad.x max_abs = 0.5"]
+
+
+def test_a_page_of_passes_names_an_emulated_device(tmp_path):
+    """The page of an answer has no provenance; with findings alone its device would be said of nothing that passed."""
+    page = write_answer("cards", tmp_path / "page.html", verdicts=[verdict("unit/a", Outcome.PASS, device=EMULATED)])
+    assert EMULATED in parsed(page).text
 
 
 def test_a_run_without_provenance_says_so(run, tmp_path):
