@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -70,19 +74,18 @@ def compare(
     from alignment.diagnose.capture_comparison import save_noise as write_noise
     from alignment.diagnose.names import NameMap
     from alignment.report.comparison_view import comparison_lines
-    from alignment.report.progress import tasks, waiting
 
     # rows by the ten thousand and no cycles among them: collecting finds nothing and takes a third of the time
     gc.disable()
     names = NameMap.parse(name_map or ())
     first, second = open_capture(golden, format=golden_format), open_capture(target, format=target_format)
     if save_noise is not None:
-        with waiting(console_on(True), "learning noise", quiet=as_json):
+        with _shown("learning noise", as_json):
             learned = learn_noise(first, second, names=names, into=load_noise(noise) if noise else None)
         write_noise(learned, save_noise)
         print(json.dumps({"noise": str(save_noise)}) if as_json else f"{save_noise}: noise of {golden} and {target}")
         raise typer.Exit(0)
-    with tasks(console_on(True), "comparing", quiet=as_json) as progress:
+    with _shown("comparing", as_json) as progress:
         comparison = compare_captures(
             first,
             second,
@@ -101,6 +104,19 @@ def compare(
         for line in (*comparison_lines(comparison), *([f"as a page: {page}"] if page else [])):
             print(line)
     raise typer.Exit(exit_code(comparison.verdicts(device)))
+
+
+@contextlib.contextmanager
+def _shown(text: str, as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Progress on a terminal, or what rich is told to take for one. Elsewhere it costs nothing, not even its import."""
+    forced = any(os.environ.get(name) for name in ("FORCE_COLOR", "TTY_COMPATIBLE"))
+    if as_json or not (forced or sys.stderr.isatty()):
+        yield lambda what: None
+        return
+    from alignment.report.progress import tasks
+
+    with tasks(console_on(True), text, quiet=False) as progress:
+        yield progress
 
 
 def _is_run(path: Path) -> bool:
@@ -142,9 +158,8 @@ def _compare_runs(
     from alignment.diagnose.names import NameMap
     from alignment.diagnose.whole_runs import compare_whole_runs
     from alignment.report.comparison_view import comparison_lines
-    from alignment.report.progress import tasks
 
-    with tasks(console_on(True), "comparing", quiet=as_json) as progress:
+    with _shown("comparing", as_json) as progress:
         found = compare_whole_runs(
             golden,
             target,

@@ -48,9 +48,11 @@ def leave_page(run: Path, *, baselines: Path = BASELINES, answers: Mapping[str, 
 def leave_answer(target: Path | None, name: str, **shown: Any) -> Path | None:
     """Writes the page of an answer where one is asked for (``--html``); None where it cannot be, which standard error
     tells: the answer stands. ``shown`` as for :func:`alignment.report.page.write_answer`."""
+    if target is None:
+        return None
     from alignment.report.page import write_answer
 
-    return target and _left(lambda: write_answer(name, target, **shown))
+    return _left(lambda: write_answer(name, target, **shown))
 
 
 def _left(write: Callable[[], Path]) -> Path | None:

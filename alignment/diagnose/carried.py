@@ -128,7 +128,9 @@ class Carried:
 
     def _follow(self, step: int, stage: str, rank: int | None, pair: Pair) -> None:
         key = stage, rank, pair.owner, pair.name
-        golden, target = (_sketch(row) for row in pair.rows)
+        golden = target = None
+        if pair.rows[0].load_sketch or pair.rows[0].load_tensor:
+            golden, target = (_sketch(row) for row in pair.rows)
         known = golden is not None and target is not None and golden.shape == target.shape
         state = _State(step, golden if known else None, target - golden if known else None, False)
         earlier, self._weights[key] = self._weights.get(key), state
