@@ -236,7 +236,7 @@ class Capture:
                 sketch_size=0 if config.detail == "statistics" else config.sketch_size, sketch_seed=config.sketch_seed
             )
         self._reducer.deduplicate = config.deduplicate == "always" or (
-            config.deduplicate == "auto" and not _communicates()
+            config.deduplicate == "auto" and not _memory_may_change()
         )
         self._reducer.keep_with(None)
         return self._reducer
@@ -309,12 +309,14 @@ def record_values(
         record.set_samples(before)
 
 
-def _communicates() -> bool:
+def _memory_may_change() -> bool:
     """Whether memory may change behind the version counter's back: a collective writes into it, and megatron-core gives
     one tensor the memory of another (``make_viewless_tensor``), which then has two counters.
     """
-    if has_parallel_state():
-        return True
+    return _communicates() or has_parallel_state()
+
+
+def _communicates() -> bool:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return False
