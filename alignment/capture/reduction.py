@@ -227,18 +227,18 @@ class Reducer:
         if found is None or not _sure(found):
             return None
         count = t.numel() if spans is None else sum(n for _, n, *_ in spans)
-        return self._known(found, count, sketch, 0 if spans is None else OF_SAMPLES)
+        index, first = len(self._statistics), self._sketch_count if self.sketch_size else -1
+        self._statistics.append(None)
+        self._keep_found(index, found, count, sketch)
+        return Reduced(index, first, 0 if spans is None else OF_SAMPLES)
 
-    def _known(self, found: tuple[float, ...], count: int, sketch: np.ndarray | None, sketches: int) -> Reduced:
-        """Takes what one pass found of finite elements."""
+    def _keep_found(self, index: int, found: tuple[float, ...], count: int, sketch: np.ndarray | None) -> None:
+        """What one pass found of finite elements: their statistics, and the next sketch where one was made."""
         high, low, total, square = found
-        index, first = len(self._statistics), -1
-        self._statistics.append((high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count)))
+        self._statistics[index] = (high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count))
         if sketch is not None:
-            first = self._sketch_count
-            self._ready.append((first, sketch))
+            self._ready.append((self._sketch_count, sketch))
             self._sketch_count += 1
-        return Reduced(index, first, sketches)
 
     def _parts_on_cpu(self, index: int, parts: Sequence[Part]) -> None:
         """Statistics of all parts together; one sketch of all, or one of each."""
@@ -332,11 +332,7 @@ class Reducer:
             found, made = both if both is not None else (None, None)
         if found is None or not _sure(found):
             return False
-        high, low, total, square = found
-        self._statistics[index] = (high, low, total / count, math.sqrt(square), 0.0, 0.0, float(count))
-        if made is not None:
-            self._ready.append((self._sketch_count, made))
-            self._sketch_count += 1
+        self._keep_found(index, found, count, made)
         return True
 
     def _whole(self, index: int, t: Tensor, place: Place | None, fill: Filling | None, on_cpu: bool) -> None:

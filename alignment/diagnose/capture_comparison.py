@@ -403,8 +403,9 @@ def _farthest(pairs: list[Pair], kind: str) -> float:
     held = [p for p in pairs if p.kind == kind and not p.discrete and math.isfinite(p.difference.relative)]
     if kind == "module":
         held = [p for p in held if p.direction == "forward" and p.role == "output"]
-        outermost = min((p.owner.count(".") if p.owner else -1 for p in held), default=0)
-        held = [p for p in held if (p.owner.count(".") if p.owner else -1) == outermost]
+        depth = {id(p): p.owner.count(".") if p.owner else -1 for p in held}
+        outermost = min(depth.values(), default=0)
+        held = [p for p in held if depth[id(p)] == outermost]
     return max((p.difference.relative for p in held), default=0.0)
 
 
